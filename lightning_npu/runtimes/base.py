@@ -1,0 +1,180 @@
+"""What every runtime is, and how one is found: by name, through the entry-point group ``lightning_npu.runtimes``."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_npu.errors import DeviceError, RuntimeUnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_npu.artifact import Artifact
+    from lightning_npu.tensor_spec import TensorSpec
+
+ENTRY_POINT_GROUP = "lightning_npu.runtimes"
+
+
+class Runtime(ABC):
+    """Executes one artifact: CPU tensors in, CPU tensors out.
+
+    A subclass names itself, says whether this machine can run it, opens an artifact, and runs one batch at a time
+    per slot. It is registered by an entry point in the group ``lightning_npu.runtimes`` whose name is ``name``.
+
+    Attributes:
+        name: the name under which users choose it.
+        targets: the artifact targets that it can execute.
+        slots: how many calls of :meth:`run` may be in flight at once.
+        inputs: what it takes, in order.
+        outputs: what it gives, in order.
+        fingerprint: identity of what it computes; equal fingerprints give equal features.
+        device: the device it runs on, in words for logs.
+    """
+
+    name: ClassVar[str]
+    targets: ClassVar[tuple[str, ...]]
+    slots: int = 1
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    fingerprint: str
+    device: str
+
+    @classmethod
+    @abstractmethod
+    def available(cls) -> str:
+        """``"ok ..."`` when this machine can run it, else the reason why not and the remedy, in one sentence."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, artifact: Artifact, *, device_index: int | None = None, **options: Any) -> Runtime:
+        """Open ``artifact`` on this machine.
+
+        Raises:
+            RuntimeUnavailableError: the package, driver or device is not here.
+            ArtifactError: the artifact is not for this runtime.
+        """
+
+    @abstractmethod
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run one batch.
+
+        Args:
+            inputs: contiguous CPU tensors that match :attr:`inputs` in count, order, dtype and shape.
+
+        Returns:
+            CPU tensors that match :attr:`outputs`; memory that no later call writes to.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the device. May be called more than once; :meth:`run` afterwards raises ``DeviceError``."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for logs and reports: primitives only."""
+        return {"runtime": self.name, "device": self.device, "slots": self.slots}
+
+    def closed_error(self) -> DeviceError:
+        """The error for a call after :meth:`close`."""
+        return DeviceError(f"Runtime '{self.name}' was closed.", remedy="open the artifact again")
+
+
+@functools.cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def runtime_class(name: str) -> type[Runtime]:
+    """The runtime class registered as ``name``.
+
+    Raises:
+        RuntimeUnavailableError: nothing is registered by that name, or what is registered cannot be imported.
+    """
+    points = _entry_points()
+    if name not in points:
+        raise RuntimeUnavailableError(
+            f"There is no runtime named '{name}'.",
+            expected=f"'auto' or one of {sorted(points)}",
+            got=repr(name),
+            remedy="check the spelling, or install the package that brings this runtime",
+        )
+    try:
+        loaded = points[name].load()
+    except Exception as error:  # a third party's package may fail in any way
+        raise RuntimeUnavailableError(
+            f"Runtime '{name}' is registered as {points[name].value} but cannot be imported: {error!r}.",
+            remedy="reinstall the package that brings it, or uninstall that package",
+        ) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Runtime)):
+        raise RuntimeUnavailableError(
+            f"Runtime '{name}' is registered as {points[name].value}, which is no Runtime.",
+            expected="a subclass of lightning_npu.runtimes.Runtime",
+            got=repr(loaded),
+            remedy="report it to the package that brings it",
+        )
+    return loaded
+
+
+def available() -> Mapping[str, str]:
+    """Every registered runtime's name, with ``"ok ..."`` or the reason why it cannot run here and the remedy."""
+    answers: dict[str, str] = {}
+    for name in sorted(_entry_points()):
+        try:
+            answers[name] = runtime_class(name).available()
+        except Exception as error:  # one broken runtime must not hide the others
+            answers[name] = " ".join(str(error).split())
+    return answers
+
+
+def open_runtime(
+    artifact: Artifact, name: str = "auto", *, device_index: int | None = None, **options: Any
+) -> Runtime:
+    """Open ``artifact`` with the runtime ``name``.
+
+    Args:
+        artifact: a loaded artifact.
+        name: a registered runtime, or "auto": the first one that takes the artifact's target and is available,
+            one of the same name as the target before others.
+        device_index: which device, for runtimes that have several.
+        **options: passed to the runtime.
+
+    Raises:
+        RuntimeUnavailableError: no runtime for this artifact can run here; the message lists each with its reason.
+    """
+    if name != "auto":
+        return _open(runtime_class(name), artifact, device_index, options)
+    reasons: list[str] = []
+    for candidate in sorted(_entry_points(), key=lambda known: (known != artifact.target, known)):
+        try:
+            kind = runtime_class(candidate)
+        except RuntimeUnavailableError as error:
+            reasons.append(f"{candidate}: {error.what}")
+            continue
+        if artifact.target not in kind.targets:
+            continue
+        answer = kind.available()
+        if answer.startswith("ok"):
+            return _open(kind, artifact, device_index, options)
+        reasons.append(f"{candidate}: {answer}")
+    raise RuntimeUnavailableError(
+        f"No runtime on this machine can execute an artifact for target '{artifact.target}'.",
+        got="; ".join(reasons) or f"no registered runtime takes this target; registered: {sorted(_entry_points())}",
+        remedy="install one of them, or compile the module for another target; `lightning-npu doctor` lists both",
+    )
+
+
+def _open(kind: type[Runtime], artifact: Artifact, device_index: int | None, options: dict[str, Any]) -> Runtime:
+    if artifact.target not in kind.targets:
+        raise RuntimeUnavailableError(
+            f"Runtime '{kind.name}' cannot execute an artifact for target '{artifact.target}'.",
+            expected=f"a target of {list(kind.targets)}",
+            got=artifact.target,
+            remedy="compile the module for that target, or choose runtime='auto'",
+        )
+    return kind.open(artifact, device_index=device_index, **options)
