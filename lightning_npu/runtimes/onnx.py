@@ -1,0 +1,131 @@
+"""The embedded default: ONNX Runtime on the CPU, its threads capped so that torch is not starved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from lightning_npu.errors import ArtifactError, DeviceError, RuntimeUnavailableError
+from lightning_npu.runtimes.base import Runtime
+from lightning_npu.runtimes.cpu import available_cores, instruction_set
+from lightning_npu.tensor_spec import TensorSpec
+
+if TYPE_CHECKING:
+    from lightning_npu.artifact import Artifact
+
+_INSTALL = "pip install onnxruntime"
+
+
+class OnnxRuntime(Runtime):
+    """ONNX Runtime's CPU execution provider.
+
+    Inputs are read where torch keeps them and outputs are handed over where ONNX Runtime put them: no copy either
+    way. Worker threads sleep between calls instead of spinning, because spinning threads slow the torch operations
+    that follow (microsoft/onnxruntime#13808).
+
+    Args:
+        model: path of an ONNX file.
+        inputs: what the graph takes, in order.
+        outputs: what the graph gives, in order.
+        fingerprint: identity of what the graph computes.
+        threads: threads of one call; default: half of the cores that this process may use, so that torch keeps
+            the other half.
+
+    Raises:
+        RuntimeUnavailableError: onnxruntime is not installed.
+        ArtifactError: ONNX Runtime cannot load the file.
+    """
+
+    name: ClassVar[str] = "onnx"
+    targets: ClassVar[tuple[str, ...]] = ("onnx",)
+
+    def __init__(
+        self,
+        model: str | Path,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        fingerprint: str = "",
+        threads: int | None = None,
+    ) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise RuntimeUnavailableError(
+                f"Runtime 'onnx' needs the package onnxruntime, which cannot be imported: {error}.", remedy=_INSTALL
+            ) from error
+        self.inputs, self.outputs, self.fingerprint = tuple(inputs), tuple(outputs), fingerprint
+        self.threads = threads or max(1, available_cores() // 2)
+        self.device = f"CPU ({instruction_set()}, {self.threads} thread{'s' * (self.threads > 1)})"
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+        try:
+            self._session: Any = onnxruntime.InferenceSession(
+                str(model), sess_options=options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime raises a dozen kinds, none with a common base
+            raise ArtifactError(
+                f"ONNX Runtime {onnxruntime.__version__} cannot load {model}: {error}",
+                remedy="compile the module again, or update onnxruntime if the file is from a newer version",
+            ) from error
+        self._input_names = [spec.name for spec in self.inputs]
+        self._output_names = [spec.name for spec in self.outputs]
+
+    @classmethod
+    def available(cls) -> str:
+        """``"ok ..."`` with version and instruction set, or that onnxruntime is missing."""
+        if find_spec("onnxruntime") is None:
+            return f"the package onnxruntime is not installed: {_INSTALL}"
+        try:
+            installed = version("onnxruntime")
+        except PackageNotFoundError:  # a build of another name, such as onnxruntime-gpu
+            installed = "of unknown version"
+        return f"ok: onnxruntime {installed} on the CPU ({instruction_set()}, {available_cores()} cores)"
+
+    @classmethod
+    def open(
+        cls, artifact: Artifact, *, device_index: int | None = None, threads: int | None = None, role: str = "model"
+    ) -> OnnxRuntime:
+        """Open the artifact's INT8 model, or with ``role="reference"`` its FP32 reference, on the CPU.
+
+        Args:
+            artifact: an artifact with target "onnx".
+            device_index: None or 0: there is one CPU.
+            threads: threads of one call.
+            role: which file of the artifact to run.
+        """
+        if device_index not in (None, 0):
+            raise RuntimeUnavailableError(
+                "Runtime 'onnx' has one device, the CPU.", expected="device_index None or 0", got=device_index
+            )
+        return cls(
+            artifact.file(role),
+            artifact.inputs,
+            artifact.outputs,
+            fingerprint=artifact.fingerprint if role == "model" else f"{role}:{artifact.fingerprint}",
+            threads=threads,
+        )
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run one batch; see :meth:`Runtime.run`."""
+        session = self._session
+        if session is None:
+            raise self.closed_error()
+        feed = {name: tensor.detach().numpy() for name, tensor in zip(self._input_names, inputs, strict=True)}
+        try:
+            return [torch.from_numpy(array) for array in session.run(self._output_names, feed)]
+        except Exception as error:
+            raise DeviceError(f"ONNX Runtime failed on {self.device}: {error}") from error
+
+    def close(self) -> None:
+        """Free the session."""
+        self._session = None
