@@ -1,0 +1,236 @@
+"""How near a compiled module's outputs are to those of the FP32 module, measured through the runtimes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_npu.errors import CompileError, FidelityError, InputError
+
+if TYPE_CHECKING:
+    from lightning_npu.runtimes.base import Runtime
+
+LIMIT_DB = 200.0  # float32 itself ends near 150 dB; beyond this the figure means "equal" or "unrelated"
+
+
+@dataclass(frozen=True)
+class OutputFidelity:
+    """How near one output is to its reference.
+
+    Attributes:
+        cosine: mean over samples of the cosine between the sample's candidate and reference values, flattened.
+        sqnr_db: signal to quantisation noise ratio over all values of all samples, in decibels.
+        max_abs_error: largest absolute difference, in the output's own unit.
+    """
+
+    cosine: float
+    sqnr_db: float
+    max_abs_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Primitives; an infinite error, which JSON has no number for, is written as None."""
+        finite = math.isfinite(self.max_abs_error)
+        return {
+            "cosine": self.cosine,
+            "sqnr_db": self.sqnr_db,
+            "max_abs_error": self.max_abs_error if finite else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OutputFidelity:
+        """The inverse of :meth:`to_json`."""
+        error = data["max_abs_error"]
+        return cls(float(data["cosine"]), float(data["sqnr_db"]), math.inf if error is None else float(error))
+
+
+@dataclass
+class _Sums:
+    """Sums over samples, so that memory does not grow with their number."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    cosine: float = 0.0
+    samples: int = 0
+    max_abs_error: float = field(default=0.0)
+
+    def add(self, reference: torch.Tensor, candidate: torch.Tensor, batch_axis: int | None) -> None:
+        if reference.shape != candidate.shape:
+            raise InputError(
+                "Two outputs of different shape cannot be compared.",
+                expected=f"{list(reference.shape)}, as the reference",
+                got=f"{list(candidate.shape)}",
+                remedy="feed both the same inputs",
+            )
+        if reference.numel() == 0:
+            raise InputError(
+                "An empty output cannot be compared.",
+                expected="at least one value",
+                got=f"shape {list(reference.shape)}",
+                remedy="feed at least one sample",
+            )
+        rows = [_rows(tensor, batch_axis) for tensor in (reference, candidate)]
+        if not (torch.isfinite(rows[0]).all() and torch.isfinite(rows[1]).all()):
+            rows = _without_equal_non_finite(*rows)
+        ref, can = rows
+        self.samples += ref.shape[0]
+        if not (torch.isfinite(ref).all() and torch.isfinite(can).all()):
+            self.noise = self.max_abs_error = math.inf
+            return
+        error = can - ref
+        self.signal += ref.square().sum().item()
+        self.noise += error.square().sum().item()
+        self.max_abs_error = max(self.max_abs_error, error.abs().max().item())
+        norms = ref.norm(dim=1), can.norm(dim=1)
+        product = norms[0] * norms[1]
+        cosine = torch.where(product > 0, (ref * can).sum(dim=1) / product, (norms[0] == norms[1]).double())
+        self.cosine += cosine.clamp(-1, 1).sum().item()
+
+    def result(self) -> OutputFidelity:
+        if math.isinf(self.noise):
+            return OutputFidelity(0.0, -LIMIT_DB, math.inf)
+        if self.noise == 0:
+            ratio_db = LIMIT_DB
+        elif self.signal == 0:
+            ratio_db = -LIMIT_DB
+        else:
+            ratio_db = 10 * (math.log10(self.signal) - math.log10(self.noise))
+        return OutputFidelity(self.cosine / self.samples, min(LIMIT_DB, max(-LIMIT_DB, ratio_db)), self.max_abs_error)
+
+
+def _rows(tensor: torch.Tensor, batch_axis: int | None) -> torch.Tensor:
+    """One row of float64 per sample."""
+    values = tensor.detach().to("cpu", torch.float64)
+    if batch_axis is None or values.ndim == 0:
+        return values.reshape(1, -1)
+    return values.movedim(batch_axis, 0).reshape(values.shape[batch_axis], -1)
+
+
+def _without_equal_non_finite(reference: torch.Tensor, candidate: torch.Tensor) -> list[torch.Tensor]:
+    """Both with zero wherever they hold the same infinity or both hold NaN."""
+    same = (reference == candidate) | (reference.isnan() & candidate.isnan())
+    same &= ~reference.isfinite()
+    return [torch.where(same, 0.0, tensor) for tensor in (reference, candidate)]
+
+
+def compare(reference: torch.Tensor, candidate: torch.Tensor, *, batch_axis: int | None = 0) -> OutputFidelity:
+    r"""Compare one output with its reference.
+
+    With reference values :math:`r` and candidate values :math:`c`, in float64:
+
+    - ``sqnr_db`` :math:`= 10 \log_{10} (\sum r^2 / \sum (c - r)^2)` over all values, kept within +-200 dB;
+      200 for equal tensors, -200 where a reference of zeros meets anything else.
+    - ``cosine`` :math:`= \langle r_i, c_i \rangle / (|r_i| |c_i|)`, where :math:`r_i` holds all values of sample
+      :math:`i`, averaged over the samples; two samples of zeros count as 1, one of them as 0.
+    - ``max_abs_error`` :math:`= \max |c - r|`.
+
+    The same infinity or NaN at the same place in both counts as no error (masks hold infinities). A value that is
+    not finite in only one of them makes the output worthless: cosine 0, -200 dB, infinite error.
+
+    Args:
+        reference: any shape and dtype.
+        candidate: the same shape.
+        batch_axis: the axis that counts samples; None takes the whole tensor as one sample.
+
+    Raises:
+        InputError: the shapes differ, or there are no values.
+    """
+    sums = _Sums()
+    sums.add(reference, candidate, batch_axis)
+    return sums.result()
+
+
+def measure(
+    reference: Runtime, candidate: Runtime, batches: Iterable[Sequence[torch.Tensor]]
+) -> dict[str, OutputFidelity]:
+    """Run both on the same batches and compare every output.
+
+    Args:
+        reference: runs the FP32 model.
+        candidate: runs the compiled model.
+        batches: inputs that were not used to calibrate; consumed one by one, nothing is kept.
+
+    Returns:
+        fidelity per output name, pooled over all batches.
+
+    Raises:
+        CompileError: there was no batch, or the two have different outputs.
+    """
+    names = [spec.name for spec in candidate.outputs]
+    if names != [spec.name for spec in reference.outputs]:
+        raise CompileError(
+            "Fidelity cannot be measured: the two models have different outputs.",
+            expected=[spec.name for spec in reference.outputs],
+            got=names,
+            remedy="compare two files that were made from one module",
+        )
+    sums = {name: _Sums() for name in names}
+    batch_count = 0
+    for batch in batches:
+        pairs = zip(candidate.outputs, reference.run(batch), candidate.run(batch), strict=True)
+        for spec, expected, actual in pairs:
+            sums[spec.name].add(expected, actual, spec.batch_axis)
+        batch_count += 1
+    if batch_count == 0:
+        raise CompileError(
+            "Fidelity cannot be measured without inputs.",
+            expected="at least one batch that was not used to calibrate",
+            got="no batch",
+            remedy="give more calibration batches, or check that the loader is not empty",
+        )
+    return {name: total.result() for name, total in sums.items()}
+
+
+def check(fidelity: Mapping[str, OutputFidelity], *, min_sqnr_db: float, recipe: str, precision: str) -> None:
+    """Refuse a compiled module that is too far from the FP32 module.
+
+    Args:
+        fidelity: per output name.
+        min_sqnr_db: what every output must reach, in decibels.
+        recipe: the quantisation recipe it was built with.
+        precision: what the file is: "a8w8", "a16w8", "mixed" or "fp32".
+
+    Raises:
+        FidelityError: names the worst output, its figures, the threshold and the remedies in the order to try them.
+    """
+    if not fidelity:
+        raise CompileError("There is no fidelity to check.", expected="figures of at least one output", got="none")
+    name, worst = min(fidelity.items(), key=lambda item: item[1].sqnr_db)
+    if worst.sqnr_db >= min_sqnr_db:  # false for NaN, which must not pass
+        return
+    failed = [output for output, figures in fidelity.items() if not figures.sqnr_db >= min_sqnr_db]
+    raise FidelityError(
+        f"Output '{name}' of the compiled module ({precision}, recipe '{recipe}') is too far from the FP32 module; "
+        f"{len(failed)} of {len(fidelity)} outputs are.",
+        expected=f"{min_sqnr_db:.1f} dB or more (min_sqnr_db)",
+        got=f"{worst.sqnr_db:.1f} dB, cosine {worst.cosine:.4f}, largest error {worst.max_abs_error:.3g}",
+        remedy="in this order: " + "; ".join(f"{n}) {text}" for n, text in enumerate(_remedies(recipe, precision), 1)),
+    )
+
+
+def _remedies(recipe: str, precision: str) -> list[str]:
+    remedies = ["make sure the weights are trained: a random network amplifies rounding"]
+    if precision == "fp32":
+        return [*remedies, "report it: an FP32 file should be exact"]
+    if recipe == "fast":
+        remedies.append("recipe='faithful'")
+    remedies.append("calibrate on more and more varied inputs, preprocessed as in use")
+    if precision != "a16w8":
+        remedies.append("precision='a16w8'")
+    remedies.append("cut elsewhere: errors are largest right after convolutions, smaller after later encoder layers")
+    remedies.append("lower min_sqnr_db, if the policy succeeds as often with the compiled module as without")
+    return remedies
+
+
+def format_table(fidelity: Mapping[str, OutputFidelity]) -> str:
+    """The figures as lines of text, one output a line, under a header."""
+    width = max([len("output"), *(len(name) for name in fidelity)])
+    lines = [f"{'output':<{width}}  {'SQNR dB':>8}  {'cosine':>8}  {'max error':>10}"]
+    lines += [
+        f"{name:<{width}}  {figures.sqnr_db:8.1f}  {figures.cosine:8.5f}  {figures.max_abs_error:10.3g}"
+        for name, figures in fidelity.items()
+    ]
+    return "\n".join(lines)
