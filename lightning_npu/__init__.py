@@ -37,7 +37,7 @@ _PUBLIC = {
 }
 _MODULES = ("runtimes",)
 
-__all__ = [*sorted(_PUBLIC), *_MODULES]  # noqa: PLE0604 (built from the table above, so that one list rules)
+__all__ = [*sorted(_PUBLIC), *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,7 @@ class NPUError(Exception):
         remedy: what the reader should do now.
     """
 
-    def __init__(
-        self, what: str, *, expected: object = None, got: object = None, remedy: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, expected: object = None, got: object = None, remedy: str | None = None) -> None:
         parts = [what]
         if expected is not None:
             parts.append(f"Expected: {expected}")
@@ -33,9 +31,7 @@ class NPUError(Exception):
         return _rebuild, (type(self), self.what, self.expected, self.got, self.remedy)
 
 
-def _rebuild(
-    kind: type[NPUError], what: str, expected: object, got: object, remedy: str | None
-) -> NPUError:
+def _rebuild(kind: type[NPUError], what: str, expected: object, got: object, remedy: str | None) -> NPUError:
     return kind(what, expected=expected, got=got, remedy=remedy)
 
 

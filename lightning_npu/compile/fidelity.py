@@ -5,46 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_npu.artifact import OutputFidelity as OutputFidelity
 from lightning_npu.errors import CompileError, FidelityError, InputError
 
 if TYPE_CHECKING:
     from lightning_npu.runtimes.base import Runtime
 
 LIMIT_DB = 200.0  # float32 itself ends near 150 dB; beyond this the figure means "equal" or "unrelated"
-
-
-@dataclass(frozen=True)
-class OutputFidelity:
-    """How near one output is to its reference.
-
-    Attributes:
-        cosine: mean over samples of the cosine between the sample's candidate and reference values, flattened.
-        sqnr_db: signal to quantisation noise ratio over all values of all samples, in decibels.
-        max_abs_error: largest absolute difference, in the output's own unit.
-    """
-
-    cosine: float
-    sqnr_db: float
-    max_abs_error: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Primitives; an infinite error, which JSON has no number for, is written as None."""
-        finite = math.isfinite(self.max_abs_error)
-        return {
-            "cosine": self.cosine,
-            "sqnr_db": self.sqnr_db,
-            "max_abs_error": self.max_abs_error if finite else None,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> OutputFidelity:
-        """The inverse of :meth:`to_json`."""
-        error = data["max_abs_error"]
-        return cls(float(data["cosine"]), float(data["sqnr_db"]), math.inf if error is None else float(error))
 
 
 @dataclass

@@ -132,9 +132,7 @@ def available() -> Mapping[str, str]:
     return answers
 
 
-def open_runtime(
-    artifact: Artifact, name: str = "auto", *, device_index: int | None = None, **options: Any
-) -> Runtime:
+def open_runtime(artifact: Artifact, name: str = "auto", *, device_index: int | None = None, **options: Any) -> Runtime:
     """Open ``artifact`` with the runtime ``name``.
 
     Args:

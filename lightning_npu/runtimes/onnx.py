@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lightning_npu.errors import ArtifactError, DeviceError, RuntimeUnavailableError
+from lightning_npu.errors import ArtifactError, DeviceError, InputError, RuntimeUnavailableError
 from lightning_npu.runtimes.base import Runtime
 from lightning_npu.runtimes.cpu import available_cores, instruction_set
 from lightning_npu.tensor_spec import TensorSpec
@@ -93,7 +93,13 @@ class OnnxRuntime(Runtime):
 
     @classmethod
     def open(
-        cls, artifact: Artifact, *, device_index: int | None = None, threads: int | None = None, role: str = "model"
+        cls,
+        artifact: Artifact,
+        *,
+        device_index: int | None = None,
+        threads: int | None = None,
+        role: str = "model",
+        **options: Any,
     ) -> OnnxRuntime:
         """Open the artifact's INT8 model, or with ``role="reference"`` its FP32 reference, on the CPU.
 
@@ -102,7 +108,13 @@ class OnnxRuntime(Runtime):
             device_index: None or 0: there is one CPU.
             threads: threads of one call.
             role: which file of the artifact to run.
+            **options: none are known.
         """
+        if options:
+            raise InputError(
+                "Runtime 'onnx' has no such options.", expected="threads or role", got=sorted(options)
+            )
+        _refuse_external_data(artifact.file(role))
         if device_index not in (None, 0):
             raise RuntimeUnavailableError(
                 "Runtime 'onnx' has one device, the CPU.", expected="device_index None or 0", got=device_index
@@ -129,3 +141,18 @@ class OnnxRuntime(Runtime):
     def close(self) -> None:
         """Free the session."""
         self._session = None
+
+
+def _refuse_external_data(path: Path) -> None:
+    """A graph may name further files to read weights from; one from outside could name any file of this machine."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            raise ArtifactError(
+                f"{path} reads weights from another file.",
+                expected="all weights inside the ONNX file",
+                got=f"tensor '{tensor.name}' lies outside",
+                remedy="do not use this artifact; get it again from somebody you trust",
+            )

@@ -1,0 +1,396 @@
+"""``NPUFrozenModule``: an ``nn.Module`` whose forward pass runs outside of torch, on a runtime."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_npu import checkpoint
+from lightning_npu.artifact import Artifact
+from lightning_npu.errors import InputError
+from lightning_npu.runtimes.base import Runtime, open_runtime
+from lightning_npu.structure import CallSignature, Items, Leaf, Node
+from lightning_npu.worker import Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger(__name__)
+
+
+class NPUFrozenModule(nn.Module):
+    """Stands in for a frozen module: same call signature, same output structure, no parameters.
+
+    The device is opened on first use, once per process. The module stays in eval mode, keeps the artifact's
+    fingerprint in checkpoints instead of weights, and can be copied, pickled and sent to spawned processes.
+
+    Args:
+        artifact: path of the artifact folder, or a loaded :class:`Artifact`.
+        runtime: name of the runtime; "auto" takes the first that can execute the artifact here.
+        device_index: which device, where the runtime has several.
+        tail: what follows in torch where the original module was cut; called with the artifact's outputs. It is
+            frozen, stays in eval mode, moves with ``.to`` and is not saved in checkpoints.
+        runtime_options: further options of the runtime, such as ``{"threads": 2}`` for "onnx".
+
+    Raises:
+        ArtifactError: the artifact is missing, damaged or from a newer version.
+    """
+
+    _device: torch.device
+    _dtype: torch.dtype
+
+    def __init__(
+        self,
+        artifact: str | Path | Artifact,
+        *,
+        runtime: str = "auto",
+        device_index: int | None = None,
+        tail: nn.Module | None = None,
+        runtime_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
+        self.artifact: Artifact | None = loaded
+        self._choice = (runtime, device_index, dict(runtime_options or {}))
+        self._fingerprint, self._inputs, self._outputs = loaded.fingerprint, loaded.inputs, loaded.outputs
+        self._install(loaded.signature, loaded.structure, tail)
+        self._connect(Worker(_Opener(loaded, *self._choice)))
+
+    @classmethod
+    def from_runtime(cls, runtime: Runtime, *, tail: nn.Module | None = None) -> NPUFrozenModule:
+        """Wrap an open runtime that has no artifact on disk, such as a simulated or a user-made one.
+
+        The module takes the runtime's inputs positionally and returns its one output, or a tuple of its outputs.
+        """
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.artifact = None
+        module._choice = (runtime.name, None, {})
+        signature = CallSignature.positional([spec.name for spec in runtime.inputs])
+        leaves = [Leaf(index) for index in range(len(runtime.outputs))]
+        structure: Node = leaves[0] if len(leaves) == 1 else Items(tuple, leaves)
+        module._fingerprint, module._inputs, module._outputs = runtime.fingerprint, runtime.inputs, runtime.outputs
+        module._install(signature, structure, tail)
+        module._connect(Worker(lambda: runtime))
+        return module
+
+    # ---- calling
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode one batch; arguments and result as of the replaced module.
+
+        Floating outputs have the autocast dtype where autocast is on, else :attr:`dtype`, and lie on the device of
+        the first input. They never require grad.
+
+        Raises:
+            InputError: wrong count, structure, shape or dtype of inputs, or an input that requires grad.
+            DeviceError: the device failed.
+        """
+        tensors = self._accept(args, kwargs)
+        dtype = _output_dtype(tensors[0].device, self._dtype)
+        if torch.compiler.is_compiling():
+            outputs = torch.ops.lightning_npu.encode(tensors, self._handle, dtype)
+        else:
+            outputs = self._finish(self._request(tensors), tensors[0].device, dtype)
+        return self._assemble(outputs, tensors)
+
+    def submit(self, *args: Any, **kwargs: Any) -> FeatureFuture:
+        """Start encoding one batch and return at once; ``.result()`` gives what a call would have returned.
+
+        The inputs must not be changed in place until then.
+        """
+        tensors = self._accept(args, kwargs)
+        dtype = _output_dtype(tensors[0].device, self._dtype)
+        return FeatureFuture(self, self._request(tensors), tensors, dtype)
+
+    def _accept(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        tensors = self._signature.flatten(args, kwargs)
+        for spec, tensor in zip(self._inputs, tensors, strict=True):
+            spec.check(tensor)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                _refuse_gradient(spec.name)
+        return tensors
+
+    def _request(self, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+        return self._worker.submit(
+            [self._to_host(tensor, spec.torch_dtype) for spec, tensor in zip(self._inputs, tensors, strict=True)]
+        )
+
+    def _to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor as runtimes take it; each copy that this costs is counted by its reason."""
+        tensor = tensor.detach()
+        if tensor.device.type != "cpu":
+            self._copies["input from device"] += 1
+            tensor = tensor.to("cpu")
+        if tensor.dtype != dtype:
+            self._copies["input dtype"] += 1
+            tensor = tensor.to(dtype)
+        if not tensor.is_contiguous():
+            self._copies["input layout"] += 1
+            tensor = tensor.contiguous()
+        return tensor
+
+    def _finish(self, future: Future[list[Tensor]], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        started = time.perf_counter()
+        outputs = future.result()
+        self._wait_s += time.perf_counter() - started
+        if device.type != "cpu":
+            self._copies["output to device"] += len(outputs)
+            outputs = [tensor.to(device) for tensor in outputs]
+        if dtype != torch.float32:
+            self._copies["output dtype"] += len(outputs)
+            outputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in outputs]
+        return outputs
+
+    def _assemble(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        value = self._structure.build([*outputs, *tensors])
+        if self.tail is None:
+            return value
+        return self.tail(*value) if isinstance(value, tuple) else self.tail(value)
+
+    # ---- what it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module was moved to; outputs follow their inputs, not this."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of floating outputs outside of autocast: float32, or what ``.to(dtype)`` or ``.half()`` set."""
+        return self._dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of what is computed; kept in checkpoints."""
+        return self._fingerprint
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counters: ``calls``, ``samples``, ``run_s`` (in the runtime), ``wait_s`` (waited for it), ``copies``."""
+        worker = self._worker
+        return {
+            "calls": worker.calls,
+            "samples": worker.samples,
+            "run_s": worker.run_s,
+            "wait_s": self._wait_s,
+            "copies": dict(self._copies),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What runs where, as primitives: artifact, precision, recipe, fidelity, runtime, device. Opens the device."""
+        facts: dict[str, Any] = {"fingerprint": self.fingerprint, **self._worker.runtime.describe()}
+        if self.artifact is not None:
+            facts |= {
+                "artifact": str(self.artifact.path),
+                "target": self.artifact.target,
+                "precision": self.artifact.precision,
+                "recipe": self.artifact.manifest["recipe"]["name"],
+                "fidelity": {name: figures.to_json() for name, figures in self.artifact.fidelity.items()},
+                "source": {key: self.artifact.manifest["source"][key] for key in ("module", "cut", "parameters")},
+            }
+        return facts
+
+    def extra_repr(self) -> str:
+        """Artifact, precision and size of what is replaced, for ``print(model)``."""
+        if self.artifact is None:
+            return f"runtime={self._choice[0]!r}, fingerprint={self.fingerprint[:12]}"
+        source = self.artifact.manifest["source"]
+        return (
+            f"{self.artifact.path.name}, precision={self.artifact.precision!r}, runtime={self._choice[0]!r}, "
+            f"replaces {source['module'].rpartition('.')[2]} with {source['parameters']:,} parameters"
+        )
+
+    def close(self) -> None:
+        """Release the device; the next call opens it again. Copies of this module share the device."""
+        self._worker.close()
+
+    # ---- nn.Module's life
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode: the module is frozen."""
+        return super().train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refuse to unfreeze.
+
+        Raises:
+            InputError: ``requires_grad`` is True.
+        """
+        if requires_grad:
+            raise InputError(
+                "An NPUFrozenModule cannot be trained: its weights are compiled into an artifact.",
+                expected="requires_grad_(False)",
+                got="requires_grad_(True)",
+                remedy="train the original module in torch, then offload it again",
+            )
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps instead of weights: primitives only."""
+        return checkpoint.extra_state(self)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Refuse a checkpoint of another artifact or tail.
+
+        Raises:
+            ArtifactError: with both fingerprints.
+        """
+        checkpoint.compare(self, state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        checkpoint.load(self, state_dict, prefix)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # there is no parameter to tell where .to() and .half() lead; an empty tensor tells
+        told = fn(torch.empty(0, dtype=self._dtype, device=self._device))
+        self._device, self._dtype = told.device, told.dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.artifact is None:
+            raise InputError(
+                f"A module made from an open runtime ('{self._choice[0]}') cannot be pickled.",
+                expected="a module made from an artifact",
+                remedy="build it in the process that uses it, or use a strategy that forks instead of spawning",
+            )
+        state = self.__dict__.copy()
+        for name in ("_worker", "_handle"):
+            state.pop(name)
+        state["artifact"] = str(self.artifact.path)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        loaded = Artifact.load(state["artifact"])
+        self.artifact = loaded
+        if loaded.fingerprint != self._fingerprint:
+            checkpoint.refuse(self._fingerprint, loaded.fingerprint, f"The artifact at {loaded.path} was replaced.")
+        self._connect(Worker(_Opener(loaded, *self._choice)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that shares the artifact and the device with this module; a tail is copied."""
+        import copy
+
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        shared = ("artifact", "_worker", "_signature", "_structure", "_inputs", "_outputs")
+        nn.Module.__init__(twin)
+        for name, value in self.__dict__.items():
+            if name not in shared:
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        for name in shared:
+            twin.__dict__[name] = self.__dict__[name]
+        twin._connect(self._worker)
+        return twin
+
+    # ---- putting it together
+
+    def _install(self, signature: CallSignature, structure: Node, tail: nn.Module | None) -> None:
+        self._signature, self._structure = signature, structure
+        self._device, self._dtype = torch.device("cpu"), torch.float32
+        self._copies: Counter[str] = Counter()
+        self._wait_s = 0.0
+        self.tail = tail
+        self._tail_state = checkpoint.freeze_tail(tail)
+        self.register_state_dict_post_hook(checkpoint.drop_tail)  # type: ignore[no-untyped-call]
+        super().train(False)
+
+    def _connect(self, worker: Worker) -> None:
+        self._worker = worker
+        self._handle = next(_handles)
+        _modules[self._handle] = self
+
+
+class FeatureFuture:
+    """A batch that is being encoded."""
+
+    def __init__(
+        self, module: NPUFrozenModule, future: Future[list[Tensor]], tensors: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        self._module, self._future, self._tensors, self._dtype = module, future, tensors, dtype
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        return self._future.done()
+
+    def result(self) -> Any:
+        """What the call would have returned; waits for it.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        outputs = self._module._finish(self._future, self._tensors[0].device, self._dtype)
+        return self._module._assemble(outputs, self._tensors)
+
+
+class _Opener:
+    """Opens an artifact's runtime and, on another instruction set, measures its fidelity again."""
+
+    def __init__(self, artifact: Artifact, runtime: str, device_index: int | None, options: dict[str, Any]) -> None:
+        self.artifact, self.runtime, self.device_index, self.options = artifact, runtime, device_index, options
+
+    def __call__(self) -> Runtime:
+        from lightning_npu.remeasure import remeasure
+
+        runtime = open_runtime(self.artifact, self.runtime, device_index=self.device_index, **self.options)
+        try:
+            remeasure(self.artifact, runtime)
+        except BaseException:
+            runtime.close()
+            raise
+        log.info("%s runs on %s", self.artifact.path.name, runtime.device)
+        return runtime
+
+
+def _output_dtype(device: torch.device, declared: torch.dtype) -> torch.dtype:
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return declared
+
+
+def _refuse_gradient(name: str) -> NoReturn:
+    raise InputError(
+        f"Input '{name}' requires grad, but an NPUFrozenModule has no backward pass: what lies before it would "
+        "silently not be trained.",
+        expected="inputs that do not require grad",
+        remedy="freeze what comes before, or detach() the input if no gradient is wanted there",
+    )
+
+
+_handles = itertools.count(1)
+_modules: weakref.WeakValueDictionary[int, NPUFrozenModule] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("lightning_npu::encode", mutates_args=())
+def _encode(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> list[Tensor]:
+    """The call as torch.compile sees it: opaque, but with known shapes (see ``_encode_shapes``)."""
+    module = _modules[handle]
+    outputs = module._finish(module._request(tensors), tensors[0].device, dtype)
+    return [output if output.is_contiguous() else output.contiguous() for output in outputs]
+
+
+@_encode.register_fake
+def _encode_shapes(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> list[Tensor]:
+    module = _modules[handle]
+    batch: Any = next(
+        (t.shape[s.batch_axis] for s, t in zip(module._inputs, tensors, strict=True) if s.batch_axis is not None),
+        1,
+    )
+    outputs = []
+    for spec in module._outputs:
+        shape: list[Any] = [batch if axis == spec.batch_axis else size for axis, size in enumerate(spec.shape)]
+        kind = dtype if spec.torch_dtype.is_floating_point else spec.torch_dtype
+        outputs.append(torch.empty(shape, dtype=kind, device=tensors[0].device))
+    return outputs
