@@ -1,0 +1,354 @@
+"""Torch to ONNX, by torch.export, checked against torch on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_npu.errors import CompileError
+from lightning_npu.runtimes.onnx import OnnxRuntime
+from lightning_npu.tensor_spec import TensorSpec
+
+OPSET = 20  # 23 would fuse attention into one operator that quantisers and NPU compilers do not split
+IR_VERSION = 9  # what opset 20 needs; newer ones are refused by older runtimes and by vendor compilers
+RELATIVE_TOLERANCE = 1e-4  # of the output's largest value; correct exports stay under 1e-5
+EXPORTER = "torch.export + torch.onnx (dynamo)"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+        max_abs_error: per output name, the largest absolute difference between ONNX Runtime FP32 and torch over all
+            batch sizes that were checked.
+        checked_batches: the batch sizes; empty where no tensor has a batch axis.
+        opset: version of the ONNX operator set.
+        node_count: nodes in the graph.
+        exporter: which exporter wrote it.
+    """
+
+    max_abs_error: dict[str, float]
+    checked_batches: tuple[int, ...]
+    opset: int
+    node_count: int
+    exporter: str
+
+
+def export_onnx(
+    module: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    path: Path,
+    *,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    check_batches: Sequence[int] = (1, 2, 3),
+) -> ExportReport:
+    """Write a module as one ONNX file and compare the file with torch.
+
+    Args:
+        module: takes tensors positionally and returns a tuple of tensors; on the CPU.
+        example_inputs: what it takes; any batch size.
+        path: the ONNX file to write; appears only once it was checked.
+        inputs: one per input; None in a shape marks a dynamic batch.
+        outputs: one per output.
+        check_batches: batch sizes at which torch and ONNX Runtime are compared; a static batch is checked at itself.
+
+    Raises:
+        CompileError: the module cannot be traced, holds an operator that ONNX does not have, fixes the batch size,
+            or the file computes something else than torch.
+    """
+    dynamic = any(None in spec.shape for spec in inputs)
+    example = tuple(tensor.detach() for tensor in example_inputs)
+    if dynamic:
+        # a batch of 1 is where exporters silently specialise
+        example = _with_samples(example, inputs, max(2, _samples(example, inputs) or 2))
+    with _as_in_use(module), torch.no_grad():
+        program = _trace(module, example, inputs)
+        model = _convert(program, inputs, outputs)
+        _clean(model)
+        _check_shapes(model, inputs, outputs)
+        temporary = path.with_name(f".{path.name}.partial")
+        try:
+            temporary.write_bytes(_serialize(model))
+            report = _compare(module, example, temporary, inputs, outputs, check_batches if dynamic else ())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    errors, batches = report
+    return ExportReport(errors, batches, OPSET, len(model.graph.node), EXPORTER)
+
+
+@contextlib.contextmanager
+def _as_in_use(module: nn.Module) -> Iterator[None]:
+    """Eval mode without the fused inference kernels, which have no ONNX form; everything is put back."""
+    modes = [(child, child.training) for child in module.modules()]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    # set one by one: modules that torch.export made refuse eval()
+    for child, _ in modes:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's notes about optional packages and its own deprecations from the user."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _trace(
+    module: nn.Module, example: tuple[Tensor, ...], inputs: Sequence[TensorSpec]
+) -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch")
+    shapes = tuple({axis: batch for axis, size in enumerate(spec.shape) if size is None} for spec in inputs)
+    try:
+        with _quiet():
+            return torch.export.export(module, example, dynamic_shapes=_per_parameter(module, shapes), strict=False)
+    except Exception as error:  # torch.export raises many kinds without a common base
+        text = str(error)
+        fixed = re.search(r"batch = (\d+)|specialized it to be a constant \((\d+)\)", text)
+        if fixed:
+            raise CompileError(
+                "The module works for one batch size only, so it cannot be exported with a dynamic batch.",
+                expected="a module that treats every sample alike",
+                got=f"operations that fix the batch size to {fixed[1] or fixed[2]}",
+                remedy="use sizes relative to x.shape[0] (for example x.flatten(1)), or compile with a static batch",
+            ) from error
+        raise CompileError(
+            f"torch.export cannot trace the module: {text.strip().splitlines()[0]}",
+            got=_user_line(error, text),
+            remedy="replace Python decisions on tensor values by torch.where or torch.cond, avoid .item() and NumPy "
+            "inside forward, or cut the module before that place",
+        ) from error
+
+
+def _per_parameter(module: nn.Module, shapes: tuple[dict[int, Any], ...]) -> tuple[Any, ...]:
+    """The dynamic shapes in the form torch.export wants: nested once more where forward takes ``*tensors``."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    for index, parameter in enumerate(parameters):
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            return (*shapes[:index], shapes[index:])
+    return shapes
+
+
+def _user_line(error: BaseException, text: str) -> str:
+    """Where in the module's code the trace stopped."""
+    found = re.findall(r"# File: (\S+):(\d+) in (\w+), code: (.*)", text)
+    if found:
+        file, line, function, code = found[-1]
+        return f"`{code.strip()}` ({Path(file).name}:{line}, in {function})"
+    inside = Path(torch.__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "forward"]
+    own = [frame for frame in frames if inside not in Path(frame.filename).parents]
+    if not own:
+        return type(error).__name__
+    return f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno}, in forward)"
+
+
+def _convert(program: torch.export.ExportedProgram, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Any:
+    try:
+        with _quiet():
+            converted = torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[spec.name for spec in inputs],
+                output_names=[spec.name for spec in outputs],
+                verbose=False,
+            )
+    except Exception as error:  # the exporter's own error classes are private
+        raise _unsupported(program, error) from error
+    assert converted is not None
+    return converted.model_proto
+
+
+def _unsupported(program: torch.export.ExportedProgram, error: BaseException) -> CompileError:
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    text = " ".join(str(link) for link in chain)
+    found = re.search(r"OpOverload\(op='([\w.]+)', overload='(\w+)'\)", text)
+    if found is None:
+        return CompileError(
+            f"The module cannot be written as ONNX: {str(chain[-1]).strip().splitlines()[0]}",
+            remedy="cut the module before the part that fails, or report it with the module's code",
+        )
+    operator = f"{found[1]}.{found[2]}"
+    return CompileError(
+        f"ONNX has no form for the operator {operator}.",
+        expected=f"operators of ONNX opset {OPSET}",
+        got=_place(program, operator),
+        remedy="cut the module before that place, so that the operator stays in torch, or rewrite it with operators "
+        "that ONNX has",
+    )
+
+
+def _place(program: torch.export.ExportedProgram, operator: str) -> str:
+    """Module path and code line of an operator, which may have appeared only when others were decomposed."""
+    for stage in (lambda: program, program.run_decompositions):
+        for node in stage().graph.nodes:
+            if node.op == "call_function" and str(node.target) == operator:
+                stack = list((node.meta.get("nn_module_stack") or {}).values())
+                path, kind = stack[-1] if stack else ("", "the module")
+                lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+                code = f": `{lines[-1]}`" if lines and not lines[-1].startswith("File") else ""
+                name = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
+                return f"it is used in '{path}' ({name}){code}" if path else f"it is used in {name}{code}"
+    return "it appeared while other operators were decomposed"
+
+
+def _clean(model: Any) -> None:
+    """Remove what would tell local paths or code, name the batch axis, and pin the version of the file format."""
+    graph = model.graph
+    model.ir_version = IR_VERSION
+    model.doc_string = graph.doc_string = ""
+    values = [*graph.input, *graph.output, *graph.value_info]
+    for thing in (model, graph, *graph.node, *graph.initializer, *values):
+        thing.doc_string = ""
+        if hasattr(thing, "metadata_props"):  # nodes have them since onnx 1.16
+            del thing.metadata_props[:]
+    for index, node in enumerate(graph.node):
+        node.name = node.name or f"{node.op_type}_{index}"
+    symbols = {
+        dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_param")
+    }
+    if len(symbols) == 1:
+        symbol = re.compile(rf"\b{re.escape(symbols.pop())}\b")
+        for value in values:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.HasField("dim_param"):
+                    dim.dim_param = symbol.sub("batch", dim.dim_param)
+
+
+def _check_shapes(model: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    """Refuse a graph whose inputs and outputs are not those of the specs: exporters may fix a batch without a word."""
+    for kind, specs, values in (("input", inputs, model.graph.input), ("output", outputs, model.graph.output)):
+        names = [value.name for value in values]
+        if names != [spec.name for spec in specs]:
+            raise CompileError(
+                f"The exported graph has other {kind}s than the module.",
+                expected=[spec.name for spec in specs],
+                got=names,
+                remedy="report it with the module's code",
+            )
+        for spec, value in zip(specs, values, strict=True):
+            dims = value.type.tensor_type.shape.dim
+            shape = [dim.dim_value if dim.HasField("dim_value") else None for dim in dims]
+            if shape != list(spec.shape):
+                batch_fixed = len(shape) == len(spec.shape) and any(
+                    size is None and got is not None for size, got in zip(spec.shape, shape, strict=True)
+                )
+                raise CompileError(
+                    f"The exporter gave {kind} '{spec.name}' another shape than the module has"
+                    + (": it fixed the batch size." if batch_fixed else "."),
+                    expected=spec.describe_shape(),
+                    got=[dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims],
+                    remedy="compile with a static batch, or write the operations relative to x.shape[0]"
+                    if batch_fixed
+                    else "check that the module returns the same shapes for every input",
+                )
+
+
+def _serialize(model: Any) -> bytes:
+    try:
+        return bytes(model.SerializeToString())
+    except ValueError as error:  # protobuf's limit
+        raise CompileError(
+            f"The module does not fit into one ONNX file: {error}",
+            expected="less than 2 GiB of weights",
+            remedy="cut the module earlier",
+        ) from error
+
+
+def _samples(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> int | None:
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.batch_axis is not None:
+            return int(tensor.shape[spec.batch_axis])
+    return None
+
+
+def _with_samples(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], count: int) -> tuple[Tensor, ...]:
+    """The tensors at another batch size: samples are repeated, each repetition shifted so that no two are equal."""
+    result = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.batch_axis is None:
+            result.append(tensor)
+            continue
+        samples = tensor.movedim(spec.batch_axis, 0)
+        rounds = -(-count // samples.shape[0])
+        shifted = [samples.roll(turn, -1) if samples.ndim > 1 else samples for turn in range(rounds)]
+        result.append(torch.cat(shifted)[:count].movedim(0, spec.batch_axis).contiguous())
+    return tuple(result)
+
+
+def _compare(
+    module: nn.Module,
+    example: tuple[Tensor, ...],
+    path: Path,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    check_batches: Sequence[int],
+) -> tuple[dict[str, float], tuple[int, ...]]:
+    runtime = OnnxRuntime(path, inputs, outputs, threads=1)
+    errors = {spec.name: 0.0 for spec in outputs}
+    relative = dict(errors)
+    own = _samples(example, inputs)
+    batches = tuple(check_batches) or ((own,) if own is not None else ())
+    for batch in batches or (None,):
+        tensors = example if batch is None else _with_samples(example, inputs, batch)
+        for spec, expected, actual in zip(outputs, module(*tensors), runtime.run(tensors), strict=True):
+            error, scale = _difference(expected, actual)
+            errors[spec.name] = max(errors[spec.name], error)
+            relative[spec.name] = max(relative[spec.name], error / scale)
+    runtime.close()
+    name, worst = max(relative.items(), key=lambda item: item[1])
+    if worst > RELATIVE_TOLERANCE:
+        raise CompileError(
+            f"The exported file computes something else than torch; output '{name}' is the worst.",
+            expected=f"a difference of {RELATIVE_TOLERANCE:g} of the output's largest value or less",
+            got=f"{worst:.3g} (absolute {errors[name]:.3g}) at batch sizes {list(batches)}",
+            remedy="look for randomness, for state that changes between calls, and for operations that mix samples or "
+            "depend on the batch size; cut the module before them",
+        )
+    return errors, batches
+
+
+def _difference(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    """Largest absolute difference and the scale to judge it by; infinite where shape, dtype kind or finiteness differ."""
+    if expected.shape != actual.shape or expected.is_floating_point() != actual.is_floating_point():
+        return float("inf"), 1.0
+    if expected.numel() == 0:
+        return 0.0, 1.0
+    left, right = expected.detach().double(), actual.double()
+    same = (left == right) | (left.isnan() & right.isnan())
+    error = torch.where(same, 0.0, (left - right).abs()).max().item()
+    finite = left[left.isfinite()]
+    scale = finite.abs().max().item() if finite.numel() else 0.0
+    return (error if error == error else float("inf")), max(scale, 1e-6)
