@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,8 +167,3 @@ def _cut(spec: TensorSpec, tensor: Tensor, start: int, count: int, fixed: int) -
         index = torch.arange(fixed, dtype=torch.int64, device="cpu").clamp_max(count - 1)
         part = part.index_select(spec.batch_axis, index)
     return part.contiguous()
-
-
-def worker_stats(worker: Worker) -> dict[str, Any]:
-    """Counters since the worker was made: calls, samples, seconds in the runtime."""
-    return {"calls": worker.calls, "samples": worker.samples, "run_s": worker.run_s}

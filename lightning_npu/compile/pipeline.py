@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_npu.artifact import Artifact, new_folder, write_manifest
-from lightning_npu.compile.flat import FlatModule, tensor_specs
+from lightning_npu.compile.flat import FlatModule, resize_batch, tensor_specs
 from lightning_npu.compile.samples import Samples, collect, divide
 from lightning_npu.errors import CompileError, InputError
 from lightning_npu.hashing import state_sha256
@@ -158,13 +158,15 @@ def _build(
 ) -> tuple[dict[str, str], dict[str, Any], str]:
     """Export, and quantize unless FP32 is asked for; gives the files by role, the recipe's report, the precision."""
     from lightning_npu.compile.export import export_onnx
-    from lightning_npu.compile.quantize import quantize_onnx
 
     reference = folder / "reference.onnx"
     fixed = next((spec.static_batch for spec in inputs if spec.static_batch is not None), None)
+    example = flat.example
+    if fixed is not None:
+        example = resize_batch(example, [spec.batch_axis for spec in inputs], fixed)
     exported = export_onnx(
         flat,
-        flat.example,
+        example,
         reference,
         inputs=inputs,
         outputs=outputs,
@@ -174,6 +176,8 @@ def _build(
     if precision == "fp32":
         roles = {"model": reference.name, "reference": reference.name}
         return roles, {"name": "fp32", "export": export_facts}, "fp32"
+    from lightning_npu.compile.quantize import quantize_onnx
+
     names = [spec.name for spec in inputs]
     feeds = (
         {name: tensor.numpy() for name, tensor in zip(names, batch, strict=True)}

@@ -111,9 +111,7 @@ class OnnxRuntime(Runtime):
             **options: none are known.
         """
         if options:
-            raise InputError(
-                "Runtime 'onnx' has no such options.", expected="threads or role", got=sorted(options)
-            )
+            raise InputError("Runtime 'onnx' has no such options.", expected="threads or role", got=sorted(options))
         _refuse_external_data(artifact.file(role))
         if device_index not in (None, 0):
             raise RuntimeUnavailableError(

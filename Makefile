@@ -1,0 +1,51 @@
+# make demo: train a robot policy while its frozen encoder runs as INT8 outside of torch
+# make test: lint, type-check and test
+PYTHON ?= python3
+VENV ?= .venv
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch without CUDA: 0.2 GB instead of 3 GB
+TORCH_INDEX ?=
+DEMO_ARGS ?=
+
+PY := $(VENV)/bin/python
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)
+PIP_ARGS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test test-all lint format bench clean setup
+
+demo: setup
+	$(PY) examples/robot_policy/check_rendering.py
+	$(PY) examples/robot_policy/demo.py $(DEMO_ARGS)
+
+test: setup lint
+	$(PY) -m pytest -m "not slow"
+
+test-all: setup lint
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup
+	$(PY) benchmarks/encoder_speed.py
+	$(PY) benchmarks/encoder_fidelity.py
+	$(PY) benchmarks/forward_overhead.py
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed; found $(VERSION). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) || \
+		{ echo "No virtual environment can be made; type: apt-get install python3-venv"; exit 1; }
+	$(PY) -m pip install --disable-pip-version-check -q $(PIP_ARGS) -e '.[dev,robot]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache

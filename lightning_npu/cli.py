@@ -1,0 +1,231 @@
+"""The command ``lightning-npu``: ``doctor``, ``compile``, ``inspect``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lightning_npu.errors import InputError, NPUError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lightning_npu.artifact import Artifact
+
+
+class _Group(click.Group):
+    """Prints this package's errors as text: they already say what to do, a traceback would hide it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NPUError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lightning-npu")
+def main() -> None:
+    """Run the frozen part of a PyTorch Lightning model on a low-power inference accelerator."""
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine can run and, for each thing that it cannot, what to do.
+
+    Ends with status 1 when no runtime works.
+    """
+    from lightning_npu.doctor import examine
+
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps([finding.to_json() for finding in findings], indent=1))
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            click.echo(f"{finding.mark}  {finding.name:<{width}}  {finding.text}")
+    if not any(finding.ok for finding in findings if finding.kind == "runtime"):
+        click.echo("No runtime works here, so no artifact can be executed.", err=True)
+        sys.exit(1)
+
+
+@main.command("compile")
+@click.argument("module", metavar="MODULE:NAME")
+@click.option(
+    "--calibration",
+    required=True,
+    metavar="FILE|MODULE:NAME",
+    help="An .npy file (one input), an .npz file (one array per input, by name), or a Python object or function "
+    "that gives an iterable of inputs.",
+)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The artifact folder to write.")
+@click.option("--cut", help="Dotted name of the last submodule to compile; what follows stays in torch.")
+@click.option("--target", default="onnx", show_default=True, help="What to compile for.")
+@click.option("--precision", default="a8w8", show_default=True, type=click.Choice(["a8w8", "a16w8", "fp32"]))
+@click.option("--recipe", default="faithful", show_default=True, type=click.Choice(["faithful", "fast"]))
+@click.option("--batch-size", type=click.IntRange(min=1), help="Fix the batch; default: dynamic.")
+@click.option("--min-sqnr-db", default=20.0, show_default=True, help="The least SQNR of every output, in dB.")
+@click.option("--overwrite", is_flag=True, help="Replace an artifact that is there already.")
+def compile_command(
+    module: str,
+    calibration: str,
+    output: Path,
+    cut: str | None,
+    target: str,
+    precision: str,
+    recipe: str,
+    batch_size: int | None,
+    min_sqnr_db: float,
+    overwrite: bool,
+) -> None:
+    """Compile an nn.Module, or the function of no arguments that builds one, into an artifact.
+
+    MODULE:NAME is imported with the working directory on the path, as in `my_package.policy:build_encoder`.
+    """
+    from lightning_npu.compile import compile_module
+    from lightning_npu.compile.split import split_module
+
+    built = _build_module(module)
+    batches = list(_calibration(calibration))
+    if not batches:
+        raise InputError(f"{calibration} gives no inputs.", expected="at least one batch of real inputs")
+    args, kwargs = _example(batches[0])
+    head = built if cut is None else split_module(built, cut, args, example_kwargs=kwargs)[0]
+    artifact = compile_module(
+        head,
+        args,
+        example_kwargs=kwargs,
+        calibration=batches,
+        output=output,
+        target=target,
+        precision=precision,
+        recipe=recipe,
+        batch_size=batch_size,
+        min_sqnr_db=min_sqnr_db,
+        overwrite=overwrite,
+        source={"cut": cut},
+    )
+    click.echo(_describe(artifact))
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@click.option(
+    "--measure", is_flag=True, help="Measure fidelity again on this machine, with the artifact's own samples."
+)
+def inspect(artifact: Path, as_json: bool, measure: bool) -> None:
+    """Verify an artifact and say what is in it."""
+    from lightning_npu.artifact import Artifact
+
+    loaded = Artifact.load(artifact)
+    click.echo(json.dumps(loaded.manifest, indent=1) if as_json else _describe(loaded))
+    if measure:
+        from lightning_npu.compile.fidelity import format_table
+        from lightning_npu.remeasure import remeasure
+        from lightning_npu.runtimes.base import open_runtime
+
+        runtime = open_runtime(loaded)
+        try:
+            measured = remeasure(loaded, runtime, always=True)
+        finally:
+            runtime.close()
+        if measured is not None:
+            click.echo(f"\nmeasured now on {runtime.device}:\n{format_table(measured)}")
+
+
+def _describe(artifact: Artifact) -> str:
+    from lightning_npu.compile.fidelity import format_table
+    from lightning_npu.runtimes.cpu import instruction_set
+
+    manifest = artifact.manifest
+    source, judged = manifest["source"], manifest["fidelity"]
+    here = instruction_set()
+    elsewhere = "" if judged["instruction_set"] == here else f"; NOT measured on this machine ({here}): use --measure"
+    lines = [
+        f"{artifact.path}",
+        f"  fingerprint  {artifact.fingerprint}",
+        f"  made from    {source['module']}, {source['parameters']:,} parameters"
+        + (f", cut after '{source['cut']}'" if source["cut"] else ""),
+        f"  precision    {artifact.precision}, recipe '{manifest['recipe']['name']}', for target '{artifact.target}'",
+        f"  calibration  {manifest['calibration']['samples']} samples, "
+        f"{manifest['calibration']['holdout_samples']} held out to judge fidelity",
+        f"  created      {manifest['created']} with "
+        + ", ".join(f"{tool} {number}" for tool, number in manifest["tools"].items()),
+    ]
+    for title, specs in (("inputs", artifact.inputs), ("outputs", artifact.outputs)):
+        lines.append(f"  {title}")
+        lines += [f"    {spec.name:<16} {spec.dtype:<8} {spec.describe_shape()}" for spec in specs]
+    lines.append("  files")
+    lines += [f"    {role:<16} {entry['path']} ({entry['bytes']:,} bytes)" for role, entry in manifest["files"].items()]
+    lines.append(f"  fidelity, through '{judged['runtime']}' on {judged['instruction_set']}{elsewhere}")
+    lines += [f"    {line}" for line in format_table(artifact.fidelity).splitlines()]
+    return "\n".join(lines)
+
+
+def _load_object(reference: str) -> Any:
+    name, _, attribute = reference.partition(":")
+    if not attribute:
+        raise InputError(
+            f"'{reference}' does not name a Python object.", expected="MODULE:NAME", got=reference,
+            remedy="for example my_package.policy:build_encoder",
+        )  # fmt: skip
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"'{reference}' cannot be imported: {error}.", remedy="run the command where the package can be imported"
+        ) from error
+    return found
+
+
+def _build_module(reference: str) -> nn.Module:
+    from torch import nn
+
+    found = _load_object(reference)
+    if not isinstance(found, nn.Module) and callable(found):
+        found = found()
+    if not isinstance(found, nn.Module):
+        raise InputError(
+            f"'{reference}' gives no nn.Module.", expected="an nn.Module, or a function that returns one",
+            got=type(found).__name__,
+        )  # fmt: skip
+    return found
+
+
+def _calibration(reference: str) -> Iterable[Any]:
+    path = Path(reference)
+    if path.suffix not in (".npy", ".npz"):
+        found = _load_object(reference)
+        made: Iterable[Any] = found() if callable(found) and not hasattr(found, "__iter__") else found
+        return made
+    import numpy as np
+    import torch
+
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}.", expected="a NumPy file of plain arrays") from error
+    if path.suffix == ".npy":
+        return [(batch,) for batch in torch.from_numpy(loaded).split(8)]
+    with loaded:
+        parts = {name: torch.from_numpy(loaded[name]).split(8) for name in loaded.files}
+    return [dict(zip(parts, batch, strict=True)) for batch in zip(*parts.values(), strict=True)]
+
+
+def _example(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(item, dict):
+        return (), item
+    return (tuple(item), {}) if isinstance(item, (tuple, list)) else ((item,), {})

@@ -1,0 +1,43 @@
+"""``import lightning_npu`` costs almost nothing and touches no device, driver or optional package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("lightning", "pytorch_lightning", "onnx", "onnxruntime", "onnxscript", "wandb", "qbruntime", "pynvml", "torch")
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"{code}\nimport sys\nprint(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_package_alone_loads_nothing_heavy() -> None:
+    assert loaded_after("import lightning_npu; dir(lightning_npu)") == set()
+
+
+@pytest.mark.parametrize("name", ["NPUFrozenModule", "Artifact", "InputError", "runtimes"])
+def test_using_a_module_loads_torch_at_most(name: str) -> None:
+    assert loaded_after(f"import lightning_npu; lightning_npu.{name}") <= {"torch"}
+
+
+def test_asking_what_is_available_loads_no_runtime() -> None:
+    assert "onnxruntime" not in loaded_after("import lightning_npu; lightning_npu.runtimes.available()")
+
+
+def test_the_check_can_fail() -> None:
+    assert "onnxruntime" in loaded_after("import lightning_npu, onnxruntime")
+
+
+def test_every_public_name_resolves() -> None:
+    import lightning_npu
+
+    for name in lightning_npu.__all__:
+        assert getattr(lightning_npu, name) is not None
+    assert lightning_npu.__version__
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        lightning_npu.no_such_name  # noqa: B018
