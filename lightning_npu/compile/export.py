@@ -341,7 +341,7 @@ def _compare(
 
 
 def _difference(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    """Largest absolute difference and the scale to judge it by; infinite where shape, dtype kind or finiteness differ."""
+    """Largest absolute difference and the scale to judge it by; infinite where shape or kind of dtype differ."""
     if expected.shape != actual.shape or expected.is_floating_point() != actual.is_floating_point():
         return float("inf"), 1.0
     if expected.numel() == 0:
