@@ -1,0 +1,91 @@
+"""Result files of the runs, and the table over them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from intervals import paired_difference, wilson
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return {"cpu": name, "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """All ``result.json`` below ``folder``, in the order of their conditions."""
+    order = ("none", "L0", "L1", "L2", "L3", "L4")
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))]
+    return sorted(found, key=lambda r: (r["task"], r["seed"], r["encoder"] != "stage1", order.index(r["offload"])))
+
+
+def label(result: dict[str, Any]) -> str:
+    """The condition's name in tables."""
+    name = "FP32 in torch" if result["offload"] == "none" else f"{result['offload']} INT8"
+    return name if result["encoder"] == "stage1" else f"{name}, random encoder"
+
+
+def baseline_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The run that differs from ``result`` in its encoder's execution or weights alone: trained, FP32 in torch."""
+    for other in results:
+        if (other["offload"], other["encoder"]) != ("none", "stage1") or other is result:
+            continue
+        if all(other[key] == result[key] for key in ("task", "seed", "steps", "demos", "episode_seeds")):
+            return other
+    return None
+
+
+def percent(value: float, signed: bool = False) -> str:
+    """0.953 as "95.3"."""
+    return f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table, one row a run, differences paired over the same environment seeds."""
+    rows = [
+        ("task", "seed", "encoder", "success", "95 %", "difference to FP32", "samples/s", "training s", "worst SQNR dB")
+    ]
+    for result in results:
+        solved = result["solved"]
+        low, high = wilson(sum(solved), len(solved))
+        baseline = baseline_of(result, results)
+        difference = ""
+        if baseline is not None:
+            value, (least, most) = paired_difference(solved, baseline["solved"])
+            difference = f"{percent(value, True)} [{percent(least, True)}, {percent(most, True)}]"
+        worst = min((f["sqnr_db"] for f in result["fidelity"].values()), default=None)
+        rows.append(
+            (
+                result["task"],
+                str(result["seed"]),
+                label(result),
+                f"{sum(solved)}/{len(solved)} = {percent(sum(solved) / len(solved))} %",
+                f"{percent(low)}-{percent(high)}",
+                difference,
+                f"{result['samples_per_s']:.0f}" if result["samples_per_s"] else "",
+                f"{result['training_s']:.0f}" if result["training_s"] else "",
+                "" if worst is None else f"{worst:.1f}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+NOTE = (
+    "success with Wilson's interval; difference in points over the same environment seeds, with Newcombe's interval "
+    "for paired proportions (method 10)"
+)

@@ -1,0 +1,178 @@
+"""Stage 2: a new task, the encoder frozen and offloaded, the action expert trained in FP32, the policy rolled out.
+
+    python examples/robot_policy/train.py --offload L4
+    python examples/robot_policy/table.py
+
+Demonstrations, the compiled encoder and the trained policy are kept below ``--cache``; what is there is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import lightning_npu as npu
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from cache import fingerprint, sha256_of, whole_file, write_json
+from data import Demonstrations, Recipe, normalise, state_statistics
+from evaluate import draw_rollout, evaluate
+from learner import BehaviourCloning
+from policy import VisualEncoder
+from results import NOTE, machine, read_results, table
+from stage1 import STAGE1_FILE, load_encoder
+
+CUTS = {"L0": "stem", "L1": "layers.0", "L2": "layers.1", "L3": "layers.2", "L4": None}
+"""Where each condition cuts the encoder; L4 offloads all of it."""
+
+FIRST_EPISODE = 100_000
+"""Environment seeds from here on are for the evaluation alone. Whoever tunes something uses --first-episode 50000."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--task", default="button-press-v3", help="Meta-World task (default: %(default)s)")
+    add("--offload", choices=("none", *CUTS), default="L4", help="how much of the encoder (default: %(default)s)")
+    add("--encoder", choices=("stage1", "random"), default="stage1", help="random: the control (default: %(default)s)")
+    add("--recipe", choices=("faithful", "fast"), default="faithful", help="of the INT8 build (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the training (default: %(default)s)")
+    add("--demos", type=int, default=100, help="environment seeds for demonstrations (default: %(default)s)")
+    add("--steps", type=int, default=1400, help="training steps (default: %(default)s)")
+    add("--batch-size", type=int, default=32, help="default: %(default)s")
+    add("--episodes", type=int, default=50, help="rollouts (default: %(default)s)")
+    add("--first-episode", type=int, default=FIRST_EPISODE, help="first environment seed (default: %(default)s)")
+    add("--processes", type=int, default=2, help="for recording and for rolling out (default: %(default)s)")
+    add("--cache", type=Path, default=Path("outputs"), help="folder for everything (default: %(default)s)")
+    add("--retrain", action="store_true", help="train even where the trained policy is in the cache")
+    return parser.parse_args(arguments)
+
+
+def build_encoder(kind: str, data: Demonstrations) -> VisualEncoder:
+    """The stage-1 encoder, or the control: random weights, with batch-norm statistics from the demonstrations."""
+    if kind == "stage1":
+        return load_encoder()
+    assert data.frames is not None
+    encoder = VisualEncoder()
+    for norm in (m for m in encoder.modules() if isinstance(m, torch.nn.BatchNorm2d)):
+        norm.momentum = None  # a plain average over the batches
+    with torch.no_grad():
+        for start in range(0, min(len(data.frames), 1024), 64):
+            encoder.train()(normalise(data.frames.images[start : start + 64]))
+    return encoder.eval()
+
+
+def offload(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace) -> dict[str, Any]:
+    """Swap the model's encoder for its INT8 build; returns the fidelity of each output."""
+    name = f"{args.task}-{args.demos}-{args.encoder}-{args.offload}-{args.recipe}-seed{args.seed}"
+    encoder = npu.offload(  # one line, and the encoder runs outside of torch
+        model,
+        "encoder",
+        calibration=data.train_dataloader(),
+        cut=CUTS[args.offload],
+        target="onnx",
+        recipe=args.recipe,
+        output=args.cache / "artifacts" / f"{name}.npu",
+    )
+    fidelity = encoder.artifact.fidelity
+    return {
+        output: {"sqnr_db": f.sqnr_db, "cosine": f.cosine, "max_abs_error": f.max_abs_error}
+        for output, f in fidelity.items()
+    }
+
+
+def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace, checkpoint: Path) -> float:
+    """Train the action expert and keep the result; returns the seconds it took."""
+    L.seed_everything(args.seed)  # from here on all conditions draw the same numbers
+    assert data.frames is not None
+    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # the encoder, on purpose
+    trainer = L.Trainer(
+        max_steps=args.steps,
+        max_epochs=math.ceil(args.steps / (len(data.frames) // args.batch_size)),
+        gradient_clip_val=1.0,
+        logger=CSVLogger(args.cache, name="logs"),
+        log_every_n_steps=20,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    began = time.perf_counter()
+    trainer.fit(model, datamodule=data)
+    seconds = time.perf_counter() - began
+    with whole_file(checkpoint) as temporary:
+        trainer.save_checkpoint(temporary, weights_only=True)
+    return seconds
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """One condition, from the demonstrations to the result, which is also written to ``result.json``."""
+    recipe = Recipe((args.task,), args.demos)
+    data = Demonstrations(recipe, args.cache, batch_size=args.batch_size, seed=args.seed, processes=args.processes)
+    data.prepare_data()
+    data.setup("fit")
+    print(data.describe())
+    assert data.frames is not None
+
+    L.seed_everything(args.seed)
+    model = BehaviourCloning(build_encoder(args.encoder, data), *state_statistics(data.frames), freeze_encoder=True)
+    settings = {
+        "task": args.task,
+        "offload": args.offload,
+        "encoder": args.encoder,
+        "encoder_sha256": sha256_of(STAGE1_FILE) if args.encoder == "stage1" else None,
+        "recipe": args.recipe if args.offload != "none" else None,
+        "demonstrations": asdict(recipe),
+        "seed": args.seed,
+        "demos": args.demos,
+        "steps": args.steps,
+        "batch_size": args.batch_size,
+    }
+    name = f"{args.task}-{args.offload}-{args.encoder}-seed{args.seed}-{fingerprint(settings)}"
+    folder = args.cache / "runs" / name
+    fidelity = {} if args.offload == "none" else offload(model, data, args)
+
+    checkpoint, timing = folder / "policy.ckpt", folder / "training.json"
+    if checkpoint.exists() and not args.retrain:
+        print(f"reusing {checkpoint}; --retrain trains again")
+        model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
+    else:
+        seconds = fit(model, data, args, checkpoint)
+        write_json(timing, {"training_s": seconds, "samples_per_s": args.steps * args.batch_size / seconds})
+
+    seeds = range(args.first_episode, args.first_episode + args.episodes)
+    began = time.perf_counter()
+    outcomes = evaluate(model, args.task, seeds, args.processes)
+    result = {
+        **settings,
+        **json.loads(timing.read_text()),
+        "evaluation_s": time.perf_counter() - began,
+        "episode_seeds": [args.first_episode, args.episodes],
+        "solved": [outcome.solved for outcome in outcomes],
+        "episode_steps": [outcome.steps for outcome in outcomes],
+        "fidelity": fidelity,
+        "machine": machine(),
+    }
+    write_json(folder / "result.json", result)
+    picture = folder / "rollout.png"
+    draw_rollout(model, args.task, seeds[0], picture)
+    print(f"picture of a rollout: {picture}")
+    return result
+
+
+def main() -> None:
+    """Run one condition and print the table over all that the cache has."""
+    args = parse()
+    run(args)
+    print(f"\n{table(read_results(args.cache / 'runs'))}\n\n{NOTE}")
+
+
+if __name__ == "__main__":
+    main()
