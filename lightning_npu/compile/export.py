@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_npu.compile.export_check import check_shapes, compare_with_torch, samples, with_samples
 from lightning_npu.errors import CompileError
-from lightning_npu.runtimes.onnx import OnnxRuntime
 from lightning_npu.tensor_spec import TensorSpec
 
 OPSET = 20  # 23 would fuse attention into one operator that quantisers and NPU compilers do not split
 IR_VERSION = 9  # what opset 20 needs; newer ones are refused by older runtimes and by vendor compilers
-RELATIVE_TOLERANCE = 1e-4  # of the output's largest value; correct exports stay under 1e-5
 EXPORTER = "torch.export + torch.onnx (dynamo)"
 
 
@@ -73,16 +72,16 @@ def export_onnx(
     example = tuple(tensor.detach() for tensor in example_inputs)
     if dynamic:
         # a batch of 1 is where exporters silently specialise
-        example = _with_samples(example, inputs, max(2, _samples(example, inputs) or 2))
+        example = with_samples(example, inputs, max(2, samples(example, inputs) or 2))
     with _as_in_use(module), torch.no_grad():
         program = _trace(module, example, inputs)
         model = _convert(program, inputs, outputs)
         _clean(model)
-        _check_shapes(model, inputs, outputs)
+        check_shapes(model, inputs, outputs)
         temporary = path.with_name(f".{path.name}.partial")
         try:
             temporary.write_bytes(_serialize(model))
-            report = _compare(module, example, temporary, inputs, outputs, check_batches if dynamic else ())
+            report = compare_with_torch(module, example, temporary, inputs, outputs, check_batches if dynamic else ())
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -110,16 +109,18 @@ def _as_in_use(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's notes about optional packages and its own deprecations from the user."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    names = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _trace(
@@ -142,7 +143,7 @@ def _trace(
             ) from error
         raise CompileError(
             f"torch.export cannot trace the module: {text.strip().splitlines()[0]}",
-            got=_user_line(error, text),
+            got=_user_line(error),
             remedy="replace Python decisions on tensor values by torch.where or torch.cond, avoid .item() and NumPy "
             "inside forward, or cut the module before that place",
         ) from error
@@ -157,18 +158,18 @@ def _per_parameter(module: nn.Module, shapes: tuple[dict[int, Any], ...]) -> tup
     return shapes
 
 
-def _user_line(error: BaseException, text: str) -> str:
+def _user_line(error: BaseException) -> str:
     """Where in the module's code the trace stopped."""
-    found = re.findall(r"# File: (\S+):(\d+) in (\w+), code: (.*)", text)
-    if found:
-        file, line, function, code = found[-1]
-        return f"`{code.strip()}` ({Path(file).name}:{line}, in {function})"
-    inside = Path(torch.__file__).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "forward"]
-    own = [frame for frame in frames if inside not in Path(frame.filename).parents]
+    package = Path(__file__).parent
+    torch_folder = Path(torch.__file__).parent
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not {package, torch_folder}.intersection(Path(frame.filename).parents)
+    ]
     if not own:
         return type(error).__name__
-    return f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno}, in forward)"
+    return f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno}, in {own[-1].name})"
 
 
 def _convert(program: torch.export.ExportedProgram, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Any:
@@ -212,8 +213,10 @@ def _unsupported(program: torch.export.ExportedProgram, error: BaseException) ->
 
 def _place(program: torch.export.ExportedProgram, operator: str) -> str:
     """Module path and code line of an operator, which may have appeared only when others were decomposed."""
-    for stage in (lambda: program, program.run_decompositions):
-        for node in stage().graph.nodes:
+    with _quiet():
+        stages = (program, program.run_decompositions())
+    for stage in stages:
+        for node in stage.graph.nodes:
             if node.op == "call_function" and str(node.target) == operator:
                 stack = list((node.meta.get("nn_module_stack") or {}).values())
                 path, kind = stack[-1] if stack else ("", "the module")
@@ -247,35 +250,6 @@ def _clean(model: Any) -> None:
                     dim.dim_param = symbol.sub("batch", dim.dim_param)
 
 
-def _check_shapes(model: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-    """Refuse a graph whose inputs and outputs are not those of the specs: exporters may fix a batch without a word."""
-    for kind, specs, values in (("input", inputs, model.graph.input), ("output", outputs, model.graph.output)):
-        names = [value.name for value in values]
-        if names != [spec.name for spec in specs]:
-            raise CompileError(
-                f"The exported graph has other {kind}s than the module.",
-                expected=[spec.name for spec in specs],
-                got=names,
-                remedy="report it with the module's code",
-            )
-        for spec, value in zip(specs, values, strict=True):
-            dims = value.type.tensor_type.shape.dim
-            shape = [dim.dim_value if dim.HasField("dim_value") else None for dim in dims]
-            if shape != list(spec.shape):
-                batch_fixed = len(shape) == len(spec.shape) and any(
-                    size is None and got is not None for size, got in zip(spec.shape, shape, strict=True)
-                )
-                raise CompileError(
-                    f"The exporter gave {kind} '{spec.name}' another shape than the module has"
-                    + (": it fixed the batch size." if batch_fixed else "."),
-                    expected=spec.describe_shape(),
-                    got=[dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims],
-                    remedy="compile with a static batch, or write the operations relative to x.shape[0]"
-                    if batch_fixed
-                    else "check that the module returns the same shapes for every input",
-                )
-
-
 def _serialize(model: Any) -> bytes:
     try:
         return bytes(model.SerializeToString())
@@ -285,70 +259,3 @@ def _serialize(model: Any) -> bytes:
             expected="less than 2 GiB of weights",
             remedy="cut the module earlier",
         ) from error
-
-
-def _samples(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> int | None:
-    for tensor, spec in zip(tensors, specs, strict=True):
-        if spec.batch_axis is not None:
-            return int(tensor.shape[spec.batch_axis])
-    return None
-
-
-def _with_samples(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], count: int) -> tuple[Tensor, ...]:
-    """The tensors at another batch size: samples are repeated, each repetition shifted so that no two are equal."""
-    result = []
-    for tensor, spec in zip(tensors, specs, strict=True):
-        if spec.batch_axis is None:
-            result.append(tensor)
-            continue
-        samples = tensor.movedim(spec.batch_axis, 0)
-        rounds = -(-count // samples.shape[0])
-        shifted = [samples.roll(turn, -1) if samples.ndim > 1 else samples for turn in range(rounds)]
-        result.append(torch.cat(shifted)[:count].movedim(0, spec.batch_axis).contiguous())
-    return tuple(result)
-
-
-def _compare(
-    module: nn.Module,
-    example: tuple[Tensor, ...],
-    path: Path,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    check_batches: Sequence[int],
-) -> tuple[dict[str, float], tuple[int, ...]]:
-    runtime = OnnxRuntime(path, inputs, outputs, threads=1)
-    errors = {spec.name: 0.0 for spec in outputs}
-    relative = dict(errors)
-    own = _samples(example, inputs)
-    batches = tuple(check_batches) or ((own,) if own is not None else ())
-    for batch in batches or (None,):
-        tensors = example if batch is None else _with_samples(example, inputs, batch)
-        for spec, expected, actual in zip(outputs, module(*tensors), runtime.run(tensors), strict=True):
-            error, scale = _difference(expected, actual)
-            errors[spec.name] = max(errors[spec.name], error)
-            relative[spec.name] = max(relative[spec.name], error / scale)
-    runtime.close()
-    name, worst = max(relative.items(), key=lambda item: item[1])
-    if worst > RELATIVE_TOLERANCE:
-        raise CompileError(
-            f"The exported file computes something else than torch; output '{name}' is the worst.",
-            expected=f"a difference of {RELATIVE_TOLERANCE:g} of the output's largest value or less",
-            got=f"{worst:.3g} (absolute {errors[name]:.3g}) at batch sizes {list(batches)}",
-            remedy="look for randomness, for state that changes between calls, and for operations that mix samples or "
-            "depend on the batch size; cut the module before them",
-        )
-    return errors, batches
-
-
-def _difference(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    """Largest absolute difference and the scale to judge it by; infinite where shape or kind of dtype differ."""
-    if expected.shape != actual.shape or expected.is_floating_point() != actual.is_floating_point():
-        return float("inf"), 1.0
-    if expected.numel() == 0:
-        return 0.0, 1.0
-    left, right = expected.detach().double(), actual.double()
-    same = (left == right) | (left.isnan() & right.isnan())
-    error = torch.where(same, 0.0, (left - right).abs()).max().item()
-    finite = left[left.isfinite()]
-    scale = finite.abs().max().item() if finite.numel() else 0.0
-    return (error if error == error else float("inf")), max(scale, 1e-6)
