@@ -1,0 +1,264 @@
+"""Records what a submodule is fed while its model runs, so that nobody has to know its shapes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_npu.compile._capture_run import Reached, candidates, move, reason, runner
+from lightning_npu.compile._split_state import undisturbed
+from lightning_npu.compile._split_structure import put_together, take_apart
+from lightning_npu.errors import InputError
+
+log = logging.getLogger(__name__)
+
+
+class NotFiniteError(InputError):
+    """A submodule is fed NaN or infinities."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the submodule: its arguments, tensors as detached copies on the CPU."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CapturedCalls:
+    """What was recorded: the calls in order, and from how many items of the loader."""
+
+    calls: list[Call]
+    batches: int
+
+
+def capture_inputs(
+    model: nn.Module,
+    submodule: str,
+    loader: Iterable[Any],
+    *,
+    limit_batches: int,
+    run: Callable[[nn.Module, Any], Any] | None = None,
+) -> CapturedCalls:
+    """Runs a model on a few batches and records every call of one of its submodules.
+
+    The model is left as it was: it runs in eval mode without gradients, and train/eval flags, buffers, attributes,
+    hooks and random state are restored, also after an error. A LightningModule is run by its ``training_step``, after
+    its own batch transfer hooks, and logs nothing. With manual optimization the step is ended as soon as the
+    submodule is called, before an optimizer can move weights; other steps run to their end, so that several calls
+    per batch are seen, and whatever they raise after a call of the submodule is let pass (they may need a Trainer).
+
+    Args:
+        model: the model: a plain module, or a LightningModule with or without a Trainer.
+        submodule: dotted name of the submodule, such as "policy.encoder".
+        loader: iterable of batches of the model, or of ready inputs of the submodule (a tensor, a tuple of positional
+            or a mapping of keyword arguments); the first item shows which. May be endless.
+        limit_batches: how many items to take at most.
+        run: ``run(model, batch)``, for models that are run in another way. The batch is on the model's device.
+
+    Returns:
+        The calls, several per batch if the model makes several.
+
+    Raises:
+        InputError: there is no such submodule, it is not built yet, or the model never calls it; the loader is empty;
+            neither the model nor the submodule runs on its first item; or the inputs hold NaN or infinities.
+    """
+    target = _find(model, submodule)
+    if limit_batches < 1:
+        raise InputError("limit_batches is too small.", expected="1 or more", got=limit_batches)
+    if isinstance(loader, Tensor | Mapping | str):
+        raise InputError(
+            "The calibration loader is a single item.",
+            expected="an iterable of batches",
+            got=type(loader).__name__,
+            remedy="put it into a list: [batch]",
+        )
+    recorder = _Recorder(target, submodule, first_only=getattr(model, "automatic_optimization", True) is False)
+    hook = target.register_forward_pre_hook(recorder, with_kwargs=True, prepend=True)  # before hooks that edit inputs
+    try:
+        with undisturbed(model):
+            return _capture(model, target, submodule, loader, limit_batches, run, recorder)
+    finally:
+        hook.remove()
+
+
+def _capture(
+    model: nn.Module,
+    target: nn.Module,
+    submodule: str,
+    loader: Iterable[Any],
+    limit: int,
+    run: Callable[[nn.Module, Any], Any] | None,
+    recorder: _Recorder,
+) -> CapturedCalls:
+    parameter = next(itertools.chain(model.parameters(), model.buffers()), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    ready: Callable[[Any], Any] | None = None
+    batches = 0
+    with runner(model, run, device, recorder.forget) as run_model:
+        for number, item in enumerate(itertools.islice(loader, limit)):
+            recorder.begin(number)
+            if ready is not None:
+                ready(item)
+            else:
+                try:
+                    run_model(item)
+                except Reached:
+                    pass
+                except NotFiniteError:
+                    raise
+                except Exception as error:
+                    if recorder.seen:
+                        log.debug("batch %d: after the call of '%s': %s", number, submodule, reason(error))
+                    elif number == 0 and run is None:
+                        ready = _ready(model, target, submodule, item, device, recorder, error)
+                    else:
+                        raise _failed(model, submodule, number, error, run) from error
+            batches += 1
+    if not batches:
+        raise InputError(
+            "The calibration loader is empty.",
+            expected="at least one batch",
+            remedy="check the dataset's length and the loader's drop_last; an iterator that was read before is empty",
+        )
+    if not recorder.calls:
+        raise InputError(
+            f"'{submodule}' was never called while {type(model).__name__} ran on {batches} batches.",
+            expected="a submodule that is used whenever the model runs, called as a module (not through .forward)",
+            remedy="name the submodule that is called, or pass run=lambda model, batch: ... that uses it",
+        )
+    return CapturedCalls(recorder.calls, batches)
+
+
+def _ready(
+    model: nn.Module,
+    target: nn.Module,
+    submodule: str,
+    item: Any,
+    device: torch.device,
+    recorder: _Recorder,
+    error: Exception,
+) -> Callable[[Any], Any]:
+    """How the submodule is called with items of the loader, found by trying it on the first."""
+    reasons = []
+    for name, call in candidates(target, item):
+        recorder.forget()
+        try:
+            call(target, move(item, device))
+        except Reached:
+            pass
+        except NotFiniteError:
+            raise
+        except Exception as problem:
+            reasons.append(f"{name}: {reason(problem)}")
+            continue
+        return lambda item: _quietly(call, target, move(item, device))
+    recorder.forget()
+    raise InputError(
+        f"Neither {type(model).__name__} nor its submodule '{submodule}' runs on the first item of the loader.",
+        expected="batches of the model, or ready inputs of the submodule",
+        got=f"{_describe(item)}; the model: {reason(error)}; the submodule: {'; '.join(reasons)}",
+        remedy="pass run=lambda model, batch: ..., which runs the model on a batch",
+    ) from error
+
+
+def _quietly(call: Callable[[nn.Module, Any], Any], target: nn.Module, item: Any) -> None:
+    with suppress(Reached):
+        call(target, item)
+
+
+def _failed(model: nn.Module, submodule: str, number: int, error: Exception, run: Any) -> InputError:
+    return InputError(
+        f"{type(model).__name__} failed on batch {number} (counted from 0) before it called '{submodule}'.",
+        got=reason(error),
+        remedy="mend what run= does" if run is not None else "pass run=lambda model, batch: ..., or mend the batch",
+    )
+
+
+class _Recorder:
+    """A forward pre-hook that keeps copies of the arguments."""
+
+    def __init__(self, target: nn.Module, name: str, *, first_only: bool) -> None:
+        self.calls: list[Call] = []
+        self._name, self._first_only = name, first_only
+        self._signature = inspect.signature(target.forward)
+        self._number, self._start = 0, 0
+
+    def begin(self, number: int) -> None:
+        """A new batch."""
+        self._number, self._start = number, len(self.calls)
+
+    def forget(self) -> None:
+        """Drops what was recorded of this batch."""
+        del self.calls[self._start :]
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was a call in this batch."""
+        return len(self.calls) > self._start
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        template, leaves, _ = take_apart((args, kwargs), is_slot=lambda leaf: isinstance(leaf, Tensor))
+        with torch.inference_mode(False):  # the copies outlive any inference mode that the model runs in
+            copies = [leaf.detach().to("cpu", copy=True) for leaf in leaves]
+        self._require_finite(args, kwargs)
+        self.calls.append(Call(*put_together(template, copies)))
+        if self._first_only:
+            raise Reached
+
+    def _require_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            named: Any = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:  # the module will say so itself
+            named = {"args": args, "kwargs": kwargs}
+        for name, value in named.items():
+            _, leaves, paths = take_apart(value, name, is_slot=lambda leaf: isinstance(leaf, Tensor))
+            for leaf, path in zip(leaves, paths, strict=True):
+                bad = int((~torch.isfinite(leaf)).sum()) if leaf.is_floating_point() else 0
+                if bad:
+                    raise NotFiniteError(
+                        f"Input '{path}' of '{self._name}' holds {bad} NaN or infinite values of {leaf.numel()} in "
+                        f"batch {self._number} (counted from 0).",
+                        expected="finite values only: one NaN would spoil the range of the whole tensor",
+                        remedy="mend the data, or leave such samples out of the calibration loader",
+                    )
+
+
+def _find(model: nn.Module, name: str) -> nn.Module:
+    known = [known for known, _ in model.named_modules(remove_duplicate=False) if known]
+    if name in known:
+        return model.get_submodule(name)
+    value: Any = model
+    for atom in name.split("."):
+        if not hasattr(value, atom):
+            break
+        value = getattr(value, atom)
+        if value is None:
+            raise InputError(
+                f"'{name}' of {type(model).__name__} is not built yet: '{atom}' is None.",
+                expected="an nn.Module",
+                got="None",
+                remedy="offload after it was built, for example at the end of setup() or configure_model()",
+            )
+    raise InputError(
+        f"{type(model).__name__} has no submodule '{name}'.",
+        expected=f"the name of a submodule; the nearest are {difflib.get_close_matches(name, known, n=5) or known[:5]}",
+        got=repr(name),
+        remedy="print([name for name, _ in model.named_modules()]) lists them all",
+    )
+
+
+def _describe(item: Any) -> str:
+    template, leaves, _ = take_apart(item, is_slot=lambda leaf: isinstance(leaf, Tensor))
+    shapes = [f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves]
+    return f"a {type(template).__name__ if not leaves or leaves[0] is not item else 'tensor'} with {', '.join(shapes)}"
