@@ -88,7 +88,7 @@ class Artifact:
 
     @property
     def precision(self) -> str:
-        """ "a8w8", "a16w8", "fp32", or "mixed" when some layers are wider than the rest."""
+        """One of "a8w8", "a16w8", "fp32"; "mixed" when some layers are wider than the rest."""
         return str(self.manifest["precision"])
 
     def file(self, role: str) -> Path:

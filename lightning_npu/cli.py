@@ -119,9 +119,7 @@ def compile_command(
 @main.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
-@click.option(
-    "--measure", is_flag=True, help="Measure fidelity again on this machine, with the artifact's own samples."
-)
+@click.option("--measure", is_flag=True, help="Measure fidelity again, on this machine.")
 def inspect(artifact: Path, as_json: bool, measure: bool) -> None:
     """Verify an artifact and say what is in it."""
     from lightning_npu.artifact import Artifact
@@ -219,9 +217,9 @@ def _calibration(reference: str) -> Iterable[Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}.", expected="a NumPy file of plain arrays") from error
     if path.suffix == ".npy":
-        return [(batch,) for batch in torch.from_numpy(loaded).split(8)]
+        return [(batch,) for batch in torch.split(torch.from_numpy(loaded), 8)]
     with loaded:
-        parts = {name: torch.from_numpy(loaded[name]).split(8) for name in loaded.files}
+        parts = {name: torch.split(torch.from_numpy(loaded[name]), 8) for name in loaded.files}
     return [dict(zip(parts, batch, strict=True)) for batch in zip(*parts.values(), strict=True)]
 
 

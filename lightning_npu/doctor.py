@@ -70,9 +70,7 @@ def _gpu() -> Finding:
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return Finding("machine", "gpu", True, f"{names} (CUDA {torch.version.cuda})")
     if torch.version.cuda is None:
-        return Finding(
-            "machine", "gpu", False, f"torch {torch.__version__} is a build without CUDA; training uses the CPU"
-        )
+        return Finding("machine", "gpu", False, f"torch {torch.__version__} is a build without CUDA")
     return Finding("machine", "gpu", False, "no CUDA device is visible; check the driver with nvidia-smi")
 
 

@@ -47,8 +47,14 @@ class Policy(pl.LightningModule):
 
 
 def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
-    settings: dict[str, Any] = {"accelerator": "cpu", "max_steps": 4, "logger": False, "enable_progress_bar": False}
-    return pl.Trainer(default_root_dir=folder, enable_model_summary=False, **{**settings, **options})
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": 4,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(default_root_dir=folder, **{**settings, **options})
 
 
 @pytest.fixture
@@ -233,4 +239,4 @@ def test_offload_keeps_what_the_model_computes(tmp_path: Path) -> None:
 def test_two_spawned_ranks_train(compiled: npu.Artifact, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, devices=2, strategy="ddp_spawn")
     trainer.fit(Policy(npu.NPUFrozenModule(compiled.path)), loader())
-    assert trainer.global_step == 4
+    assert torch.isfinite(trainer.callback_metrics["loss"])  # brought back from rank 0

@@ -1,0 +1,109 @@
+"""One call compiles a submodule and swaps it; what it finds on disk is used again only if it is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_encoder, make_images
+from torch import Tensor, nn
+
+import lightning_npu as npu
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleDict({"encoder": make_encoder()})
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.head(self.vision["encoder"](batch["image"] - 0.5)[1])
+
+
+def batches(count: int = 5) -> list[dict[str, Tensor]]:
+    return [{"image": make_images(8, seed=i)} for i in range(count)]
+
+
+def offload(model: nn.Module, output: Path | None, **options: Any) -> npu.NPUFrozenModule:
+    options = {"calibration": batches(), "min_sqnr_db": None, **options}
+    return npu.offload(model, "vision.encoder", output=output, **options)
+
+
+def test_it_swaps_in_place_and_finds_the_inputs_by_itself(tmp_path: Path) -> None:
+    model, original = Model().eval(), Model().eval()
+    original.load_state_dict(model.state_dict())
+    frozen = offload(model, tmp_path / "e.npu")
+    assert model.vision["encoder"] is frozen
+    artifact = npu.Artifact.load(tmp_path / "e.npu")
+    assert artifact.inputs[0].name == "images"
+    assert artifact.manifest["source"]["submodule"] == "vision.encoder"
+    assert artifact.manifest["calibration"]["samples"] == 32
+    batch = {"image": make_images(4, seed=50)}
+    assert torch.allclose(model(batch), original(batch), atol=0.05)
+    frozen.close()
+
+
+def test_ready_inputs_work_too(tmp_path: Path) -> None:
+    ready = [(batch["image"] - 0.5,) for batch in batches()]
+    assert offload(Model(), tmp_path / "e.npu", calibration=ready).artifact is not None
+
+
+def test_an_artifact_of_the_same_is_used_again(tmp_path: Path) -> None:
+    first = offload(Model(), tmp_path / "e.npu")
+    created = (tmp_path / "e.npu" / "manifest.json").stat().st_mtime_ns
+    second = offload(Model(), tmp_path / "e.npu", calibration=iter([]))  # nothing has to be run
+    assert second.fingerprint == first.fingerprint
+    assert (tmp_path / "e.npu" / "manifest.json").stat().st_mtime_ns == created
+    changed = Model()
+    nn.init.zeros_(changed.vision["encoder"].layer.query.weight)
+    with pytest.raises(
+        npu.ArtifactError, match=r"made from other weights, another cut or other options(.|\n)*overwrite"
+    ):
+        offload(changed, tmp_path / "e.npu")
+    with pytest.raises(npu.ArtifactError, match="made from other weights"):
+        offload(Model(), tmp_path / "e.npu", precision="fp32")
+    replaced = offload(changed, tmp_path / "e.npu", overwrite=True)
+    assert replaced.fingerprint != first.fingerprint
+
+
+def test_without_an_output_each_module_gets_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    offload(Model(), None, precision="fp32")
+    offload(Model(), None, precision="fp32", cut="stem")
+    made = sorted(path.name for path in (tmp_path / "lightning_npu_artifacts").iterdir())
+    assert len(made) == 2
+    assert made[0].startswith("vision.encoder-")
+    assert made[1].startswith("vision.encoder-stem-")
+
+
+def test_a_wrong_name_lists_the_nearest() -> None:
+    with pytest.raises(npu.InputError, match=r"no submodule 'vision.encodr'(.|\n)*vision.encoder"):
+        npu.offload(Model(), "vision.encodr", calibration=batches())
+
+
+def test_a_failure_leaves_the_model_and_the_disk_as_they_were(tmp_path: Path) -> None:
+    model = Model().train()
+    encoder = model.vision["encoder"]
+    with pytest.raises(npu.FidelityError, match=r"SQNR|dB"):
+        offload(model, tmp_path / "e.npu", min_sqnr_db=190.0)
+    with pytest.raises(npu.InputError, match="empty"):
+        offload(model, tmp_path / "e.npu", calibration=[])
+    poisoned = [{"image": torch.full((8, 3, 16, 16), float("nan"))}]
+    with pytest.raises(npu.InputError, match="NaN"):
+        offload(model, tmp_path / "e.npu", calibration=poisoned)
+    assert model.vision["encoder"] is encoder
+    assert encoder.training
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_whole_model_keeps_its_device_and_flags(tmp_path: Path) -> None:
+    model = Model().train()
+    frozen = offload(model, tmp_path / "e.npu", precision="fp32")
+    assert model.training
+    assert model.head.training
+    assert not frozen.training
+    assert frozen.device == torch.device("cpu")
+    assert [name for name, _ in model.named_parameters()] == ["head.weight", "head.bias"]
