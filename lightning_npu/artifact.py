@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_npu.errors import ArtifactError
-from lightning_npu.structure import CallSignature, Node, node_from_json
+from lightning_npu.signature import CallSignature
+from lightning_npu.structure import Node, node_from_json
 from lightning_npu.tensor_spec import TensorSpec
 
 MANIFEST = "manifest.json"

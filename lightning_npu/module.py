@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
+import functools
 import time
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -15,17 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_npu import checkpoint
+from lightning_npu import checkpoint, custom_op
 from lightning_npu.artifact import Artifact
 from lightning_npu.errors import InputError
-from lightning_npu.runtimes.base import Runtime, open_runtime
-from lightning_npu.structure import CallSignature, Items, Leaf, Node
+from lightning_npu.remeasure import open_measured
+from lightning_npu.runtimes.base import Runtime
+from lightning_npu.signature import CallSignature
+from lightning_npu.structure import Items, Leaf, Node
 from lightning_npu.worker import Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-log = logging.getLogger(__name__)
 
 
 class NPUFrozenModule(nn.Module):
@@ -64,7 +62,7 @@ class NPUFrozenModule(nn.Module):
         self._choice = (runtime, device_index, dict(runtime_options or {}))
         self._fingerprint, self._inputs, self._outputs = loaded.fingerprint, loaded.inputs, loaded.outputs
         self._install(loaded.signature, loaded.structure, tail)
-        self._connect(Worker(_Opener(loaded, *self._choice)))
+        self._connect(_worker(loaded, *self._choice))
 
     @classmethod
     def from_runtime(cls, runtime: Runtime, *, tail: nn.Module | None = None) -> NPUFrozenModule:
@@ -99,7 +97,7 @@ class NPUFrozenModule(nn.Module):
         tensors = self._accept(args, kwargs)
         dtype = _output_dtype(tensors[0].device, self._dtype)
         if torch.compiler.is_compiling():
-            outputs = torch.ops.lightning_npu.encode(tensors, self._handle, dtype)
+            outputs = custom_op.encode(tensors, self._handle, dtype)
         else:
             outputs = self._finish(self._request(tensors), tensors[0].device, dtype)
         return self._assemble(outputs, tensors)
@@ -277,7 +275,7 @@ class NPUFrozenModule(nn.Module):
         self.artifact = loaded
         if loaded.fingerprint != self._fingerprint:
             checkpoint.refuse(self._fingerprint, loaded.fingerprint, f"The artifact at {loaded.path} was replaced.")
-        self._connect(Worker(_Opener(loaded, *self._choice)))
+        self._connect(_worker(loaded, *self._choice))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy that shares the artifact and the device with this module; a tail is copied."""
@@ -309,8 +307,7 @@ class NPUFrozenModule(nn.Module):
 
     def _connect(self, worker: Worker) -> None:
         self._worker = worker
-        self._handle = next(_handles)
-        _modules[self._handle] = self
+        self._handle = custom_op.register(self)
 
 
 class FeatureFuture:
@@ -335,23 +332,8 @@ class FeatureFuture:
         return self._module._assemble(outputs, self._tensors)
 
 
-class _Opener:
-    """Opens an artifact's runtime and, on another instruction set, measures its fidelity again."""
-
-    def __init__(self, artifact: Artifact, runtime: str, device_index: int | None, options: dict[str, Any]) -> None:
-        self.artifact, self.runtime, self.device_index, self.options = artifact, runtime, device_index, options
-
-    def __call__(self) -> Runtime:
-        from lightning_npu.remeasure import remeasure
-
-        runtime = open_runtime(self.artifact, self.runtime, device_index=self.device_index, **self.options)
-        try:
-            remeasure(self.artifact, runtime)
-        except BaseException:
-            runtime.close()
-            raise
-        log.info("%s runs on %s", self.artifact.path.name, runtime.device)
-        return runtime
+def _worker(artifact: Artifact, runtime: str, device_index: int | None, options: dict[str, Any]) -> Worker:
+    return Worker(functools.partial(open_measured, artifact, runtime, device_index=device_index, **options))
 
 
 def _output_dtype(device: torch.device, declared: torch.dtype) -> torch.dtype:
@@ -367,30 +349,3 @@ def _refuse_gradient(name: str) -> NoReturn:
         expected="inputs that do not require grad",
         remedy="freeze what comes before, or detach() the input if no gradient is wanted there",
     )
-
-
-_handles = itertools.count(1)
-_modules: weakref.WeakValueDictionary[int, NPUFrozenModule] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("lightning_npu::encode", mutates_args=())
-def _encode(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> list[Tensor]:
-    """The call as torch.compile sees it: opaque, but with known shapes (see ``_encode_shapes``)."""
-    module = _modules[handle]
-    outputs = module._finish(module._request(tensors), tensors[0].device, dtype)
-    return [output if output.is_contiguous() else output.contiguous() for output in outputs]
-
-
-@_encode.register_fake
-def _encode_shapes(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> list[Tensor]:
-    module = _modules[handle]
-    batch: Any = next(
-        (t.shape[s.batch_axis] for s, t in zip(module._inputs, tensors, strict=True) if s.batch_axis is not None),
-        1,
-    )
-    outputs = []
-    for spec in module._outputs:
-        shape: list[Any] = [batch if axis == spec.batch_axis else size for axis, size in enumerate(spec.shape)]
-        kind = dtype if spec.torch_dtype.is_floating_point else spec.torch_dtype
-        outputs.append(torch.empty(shape, dtype=kind, device=tensors[0].device))
-    return outputs

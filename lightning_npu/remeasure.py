@@ -6,12 +6,13 @@ import functools
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_npu.errors import ArtifactError
+from lightning_npu.runtimes.base import open_runtime
 from lightning_npu.runtimes.cpu import instruction_set
 
 if TYPE_CHECKING:
@@ -19,6 +20,25 @@ if TYPE_CHECKING:
     from lightning_npu.runtimes.base import Runtime
 
 log = logging.getLogger(__name__)
+
+
+def open_measured(
+    artifact: Artifact, runtime: str = "auto", *, device_index: int | None = None, **options: Any
+) -> Runtime:
+    """Open ``artifact`` with :func:`open_runtime` and make sure that its fidelity holds on this machine.
+
+    Raises:
+        RuntimeUnavailableError: it cannot run here.
+        FidelityError: it runs, but not faithfully enough.
+    """
+    opened = open_runtime(artifact, runtime, device_index=device_index, **options)
+    try:
+        remeasure(artifact, opened)
+    except BaseException:
+        opened.close()
+        raise
+    log.info("%s runs on %s", artifact.path.name, opened.device)
+    return opened
 
 
 def remeasure(artifact: Artifact, runtime: Runtime, *, always: bool = False) -> Mapping[str, OutputFidelity] | None:

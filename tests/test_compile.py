@@ -18,7 +18,7 @@ from lightning_npu.compile.flat import FlatModule, tensor_specs
 from lightning_npu.compile.samples import collect, divide
 from lightning_npu.remeasure import load_probe, remeasure
 from lightning_npu.runtimes.cpu import instruction_set
-from lightning_npu.structure import CallSignature
+from lightning_npu.signature import CallSignature
 from lightning_npu.tensor_spec import TensorSpec
 
 
@@ -194,7 +194,7 @@ def test_on_another_instruction_set_fidelity_is_measured_again(
 def test_a_probe_without_pickles_is_checked(artifact_copy: Path) -> None:
     np.savez(artifact_copy / "probe.npz", other=np.zeros(3))
     artifact = npu.Artifact.load
-    with pytest.raises(npu.ArtifactError, match="probe.npz"):
+    with pytest.raises(npu.ArtifactError, match=r"probe\.npz"):
         artifact(artifact_copy)
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_npu.errors import ArtifactError, InputError
-from lightning_npu.structure import CallSignature, Record, describe, leaf_names, node_from_json
+from lightning_npu.signature import CallSignature
+from lightning_npu.structure import Record, describe, leaf_names, node_from_json
 
 Pair = namedtuple("Pair", ["first", "second"])
 

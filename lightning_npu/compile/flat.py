@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_npu.errors import CompileError, InputError
-from lightning_npu.structure import CallSignature, Constant, Items, Leaf, Named, Node, describe, leaf_names
+from lightning_npu.signature import CallSignature
+from lightning_npu.structure import Constant, Items, Leaf, Named, Node, describe, leaf_names
 from lightning_npu.tensor_spec import DTYPES, TensorSpec
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_npu.errors import InputError
-from lightning_npu.structure import CallSignature
+from lightning_npu.signature import CallSignature
 from lightning_npu.tensor_spec import TensorSpec, common_batch
 
 
