@@ -164,6 +164,5 @@ def closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def describe(partition: Partition, values: Values) -> list[str]:
-    """Shapes of the computed tensors that cross, for messages."""
-    computed = [node for node in partition.crossing if node.op != "placeholder"]
-    return [f"{dtype} {list(shape)}" for node in computed for shape, dtype in values.of[node].tensors]
+    """Dtypes and shapes of the tensors that cross, for messages."""
+    return [f"{dtype} {list(shape)}" for node in partition.crossing for shape, dtype in values.of[node].tensors]

@@ -88,8 +88,8 @@ def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 class _Part(fx.GraphModule):
     """A graph module with a signature: ``flat_forward`` is the generated code, ``_call`` what wraps it.
 
-    Stays in eval mode whatever ``train`` says, and owns frozen parameters that share their storage with the module
-    that was split. Survives ``copy.deepcopy`` and ``pickle``.
+    Stays in eval mode whatever ``train`` says, and owns parameters that share their storage with the module that was
+    split. Survives ``copy.deepcopy`` and ``pickle``.
     """
 
     _KEPT: ClassVar[str] = "lightning_npu.split"
@@ -207,7 +207,7 @@ def _with_signature(call: Callable[..., Any], signature: inspect.Signature) -> C
 
 
 class Attributes:
-    """Gives copies of a module's parts: parameters frozen and sharing storage, all other state copied."""
+    """Gives copies of a module's parts: parameters that share storage, all other state copied."""
 
     def __init__(self, module: nn.Module, lookups: list[tuple[nn.Module, str]]) -> None:
         self._lookups = lookups

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -101,16 +105,15 @@ class _ThroughTracer(CutTracer):
     def __init__(self, root: FlatRoot, cut: nn.Module) -> None:
         super().__init__()
         self._names = root.input_names
-        self._through = {id(m) for m in root.modules() if m is not cut and any(s is cut for s in m.modules())}
+        self.through = [m for m in root.modules() if m is not cut and any(s is cut for s in m.modules())]
         self._cut = cut
         self._stack: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}
         self.scopes: dict[fx.Node, Scope] = {}
         self.cut_nodes: list[fx.Node] = []
-        self.trace_asserts = True
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return id(m) not in self._through
+        return not any(m is through for through in self.through)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,6 +128,13 @@ class _ThroughTracer(CutTracer):
         if m is self._cut:
             self.cut_nodes = [result.node]
         return result
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """An ``assert`` is taken to hold, as it did for the examples; any other decision cannot be traced."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__") in (__name__, fx.proxy.__name__):
+            frame = frame.f_back
+        return (frame is not None and _at_assert(frame)) or super().to_bool(obj)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -145,8 +155,51 @@ def trace_fx(root: FlatRoot, cut: nn.Module) -> Traced:
         Exception: whatever the module's Python raises when it meets a placeholder instead of a tensor.
     """
     tracer = _ThroughTracer(root, cut)
-    graph = tracer.trace(root)
+    with _traceable_len(tracer.through):
+        graph = tracer.trace(root)
+    _merge_parts(graph)
     return Traced(root, graph, tracer.scopes, tracer.cut_nodes, root.output_template, "fx")
+
+
+def _merge_parts(graph: fx.Graph) -> None:
+    """Makes one node of all that take the same part of the same result, so that no tensor crosses twice."""
+    seen: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in (operator.getitem, getattr) and not node.kwargs:
+            source, key = node.args[0], node.args[1]
+            if isinstance(key, int | str):
+                first = seen.setdefault((source, node.target, key), node)
+                if first is not node:
+                    node.replace_all_uses_with(first)
+                    graph.erase_node(node)
+
+
+def _at_assert(frame: FrameType) -> bool:
+    following = [i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti and i.opname != "CACHE"]
+    if following and "IF_TRUE" in following[0].opname:  # since Python 3.13 the jump comes after the decision
+        following = [i for i in following[1:] if i.opname != "NOT_TAKEN"]
+    return bool(following) and (following[0].opname == "LOAD_ASSERTION_ERROR" or following[0].argval is AssertionError)
+
+
+@contextmanager
+def _traceable_len(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Lets ``len(x)`` in the modules' own code become a node; otherwise a batch size would be fixed by it."""
+    scopes = [getattr(type(module).forward, "__globals__", globals()) for module in modules]
+    scopes = [scope for scope in scopes if "len" not in scope and scope is not globals()]
+    for scope in scopes:
+        scope["len"] = length
+    try:
+        yield
+    finally:
+        for scope in scopes:
+            scope.pop("len", None)
+
+
+def length(value: Any) -> Any:
+    """``len`` that becomes a node when it is traced, also when a pickled part is traced anew."""
+    if isinstance(value, fx.Proxy):
+        return value.tracer.create_proxy("call_function", length, (value,), {})
+    return len(value)
 
 
 def trace_export(root: FlatRoot, cut_name: str, leaves: Sequence[torch.Tensor]) -> Traced:

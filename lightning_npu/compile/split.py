@@ -45,9 +45,11 @@ def split_module(
     * Inputs that the tail needs are the last of the head's results, and the very same tensor objects:
       ``head.passthrough`` maps their positions to input names. They need not go to an accelerator, nor be quantized;
       ``compile_module`` leaves them out of the artifact and hands them on beside it.
-    * Buffers, parameters and what is computed from them alone (positional embeddings) stay where they are used.
-    * Parameters and buffers keep their names. Parameters are frozen copies that share storage with those of
-      ``module``; buffers and all other state are copied. ``module`` itself is not changed.
+    * Buffers, parameters and what is computed from them alone (positional embeddings) stay where they are used. So
+      do sizes; the tensor that a size is taken from crosses with it, if no other is known to have the same.
+    * Parameters and buffers keep their names. Parameters share their storage with those of ``module`` and are
+      frozen or not as those are (torch picks its kernels by that, so it is part of bit-equality), but freezing a half
+      does not freeze ``module``; buffers and all other state are copied. ``module`` itself is not changed.
     * A submodule that is called several times is cut after its last call, and a module that is registered under two
       names is one submodule.
     * Head and tail are in eval mode, whatever mode ``module`` is in, and stay there. Hooks of modules that contain
@@ -170,8 +172,12 @@ def _examples(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         names += found_names
     if not leaves:
         raise InputError("The example inputs hold no tensor.", expected="at least one tensor", got=str(template))
+    parameter = next(module.parameters(), None)
     with torch.inference_mode(False):  # inference tensors have no version counters
-        return FlatRoot(module, signature, template, names), [leaf.detach().clone() for leaf in leaves]
+        leaves = [leaf.detach().clone() for leaf in leaves]
+    if parameter is not None:  # recorded inputs are on the CPU wherever the module is
+        leaves = [leaf.to(parameter.device) for leaf in leaves]
+    return FlatRoot(module, signature, template, names), leaves
 
 
 def _shifted(template: Any, by: int) -> Any:
