@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_npu.artifact import MANIFEST, Artifact
 from lightning_npu.compile.capture import Call, capture_inputs
-from lightning_npu.compile.pipeline import compile_module
+from lightning_npu.compile.pipeline import CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, compile_module
 from lightning_npu.compile.split import split_module
 from lightning_npu.errors import ArtifactError, InputError
 from lightning_npu.hashing import state_sha256
@@ -34,7 +34,7 @@ def offload(
     precision: str = "a8w8",
     output: str | Path | None = None,
     runtime: str = "auto",
-    calibration_batches: int = 32,
+    calibration_batches: int = 256,
     run: Callable[[nn.Module, Any], Any] | None = None,
     device_index: int | None = None,
     **options: Any,
@@ -56,7 +56,7 @@ def offload(
         output: path of the artifact folder; default: ``lightning_npu_artifacts/`` in the working directory, under a
             name made from the submodule, the cut and the weights.
         runtime: which runtime executes it; "auto" takes the first that can.
-        calibration_batches: how many batches are run at most.
+        calibration_batches: how many batches are run at most; fewer if they hold enough samples before.
         run: ``run(model, batch)`` for models that are neither called with a batch nor have a ``training_step``.
         device_index: which device, where the runtime has several.
         **options: further options of :func:`compile_module`: ``recipe``, ``batch_size``, ``min_sqnr_db``, ...; and
@@ -87,14 +87,24 @@ def offload(
     artifact = None if options.get("overwrite") else _existing(path, key)
     head, tail = original, None
     if artifact is None or cut is not None:  # one batch is enough to cut, when nothing has to be compiled
-        batches = calibration_batches if artifact is None else 1
-        calls = capture_inputs(model, submodule, calibration, limit_batches=batches, run=run).calls
+        wanted = options.get("calibration_samples", CALIBRATION_SAMPLES) + options.get(
+            "holdout_samples", HOLDOUT_SAMPLES
+        )
+        calls = capture_inputs(
+            model,
+            submodule,
+            calibration,
+            limit_batches=calibration_batches if artifact is None else 1,
+            limit_samples=wanted,
+            run=run,
+        ).calls
         if cut is not None:
             head, tail = split_module(
                 original, cut, calls[0].args, example_kwargs=calls[0].kwargs, allow_residual=allow_residual
             )
         if artifact is None:
-            artifact = _compile(head, path, key, calls, submodule, cut, target, precision, options)
+            source = {"module": made_from["module"], "submodule": submodule, "cut": cut, "key": key}
+            artifact = _compile(head, path, calls, target, precision, source, options)
     frozen = NPUFrozenModule(artifact, runtime=runtime, device_index=device_index, tail=tail)
     parameter = next(original.parameters(), None)
     if parameter is not None:
@@ -152,12 +162,10 @@ def _existing(path: Path, key: str) -> Artifact | None:
 def _compile(
     head: nn.Module,
     path: Path,
-    key: str,
     calls: list[Call],
-    submodule: str,
-    cut: str | None,
     target: str,
     precision: str,
+    source: dict[str, Any],
     options: dict[str, Any],
 ) -> Artifact:
     try:
@@ -169,11 +177,11 @@ def _compile(
             output=path,
             target=target,
             precision=precision,
-            source={"submodule": submodule, "cut": cut, "key": key},
+            source=source,
             **options,
         )
     except ArtifactError:
-        artifact = _existing(path, key)  # another process of the same job was faster
+        artifact = _existing(path, source["key"])  # another process of the same job was faster
         if artifact is None:
             raise
         return artifact

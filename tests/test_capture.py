@@ -323,3 +323,10 @@ def test_messages(change: str, name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         capture_inputs(model, name, batches, limit_batches=0 if change == "limit" else 4)
     assert model.training
+
+
+def test_recording_stops_at_the_batch_that_holds_enough_samples() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    captured = capture_inputs(model, "0", (torch.zeros(4, 2) for _ in range(9)), limit_batches=9, limit_samples=10)
+    assert captured.batches == 3
+    assert sum(call.args[0].shape[0] for call in captured.calls) == 12

@@ -33,9 +33,7 @@ def float_tensors(model: onnx.ModelProto) -> list[str]:
     ]
 
 
-def calibrate(
-    model: onnx.ModelProto, batches: Iterable[Mapping[str, np.ndarray]]
-) -> tuple[dict[str, tuple[float, float]], int]:
+def calibrate(model: onnx.ModelProto, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, tuple[float, float]]:
     """Smallest and largest value of every float tensor over all batches.
 
     The graph itself takes the minima and maxima, so that two numbers per tensor leave it and nothing is kept.
@@ -45,13 +43,13 @@ def calibrate(
         batches: per batch, an array per graph input.
 
     Returns:
-        (smallest, largest) per tensor name, and the number of batches.
+        (smallest, largest) per tensor name.
 
     Raises:
         CompileError: there is no batch, or a value is NaN; the message names the first such tensor.
     """
     names = float_tensors(model)
-    session = _session(_with_extremes(model, names))
+    session = session(_with_extremes(model, names))
     lowest, highest = np.full(len(names), np.inf), np.full(len(names), -np.inf)
     count = 0
     for count, batch in enumerate(batches, 1):
@@ -63,7 +61,7 @@ def calibrate(
                 f"on calibration batch {count}.",
                 expected="finite values",
                 got="NaN",
-                remedy="check that the calibration data are preprocessed as in training, and that the weights are sound",
+                remedy="check that the calibration data are preprocessed as in training, and the weights sound",
             )
         lowest, highest = np.minimum(lowest, extremes[:, 0]), np.maximum(highest, extremes[:, 1])
     if count == 0:
@@ -73,7 +71,7 @@ def calibrate(
             got="none",
             remedy="check that the calibration loader is not empty and was not used up before",
         )
-    return dict(zip(names, zip(lowest.tolist(), highest.tolist(), strict=True), strict=True)), count
+    return dict(zip(names, zip(lowest.tolist(), highest.tolist(), strict=True), strict=True))
 
 
 def check_batch(batch: Mapping[str, np.ndarray], number: int) -> None:
@@ -110,7 +108,8 @@ def _with_extremes(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
     return augmented
 
 
-def _session(model: onnx.ModelProto) -> Any:
+def session(model: onnx.ModelProto) -> Any:
+    """An ONNX Runtime session that keeps every tensor as the graph names it."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

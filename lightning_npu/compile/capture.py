@@ -6,7 +6,7 @@ import difflib
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_npu.compile._capture_run import Reached, candidates, move, reason, runner
-from lightning_npu.compile._split_state import undisturbed
-from lightning_npu.compile._split_structure import put_together, take_apart
+from lightning_npu.compile.run_model import Reached, candidates, move, reason, runner
+from lightning_npu.compile.trees import put_together, take_apart
+from lightning_npu.compile.undisturbed import undisturbed
 from lightning_npu.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ def capture_inputs(
     loader: Iterable[Any],
     *,
     limit_batches: int,
+    limit_samples: int | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> CapturedCalls:
     """Runs a model on a few batches and records every call of one of its submodules.
@@ -64,6 +65,8 @@ def capture_inputs(
         loader: iterable of batches of the model, or of ready inputs of the submodule (a tensor, a tuple of positional
             or a mapping of keyword arguments); the first item shows which. May be endless.
         limit_batches: how many items to take at most.
+        limit_samples: how many samples to record at most, counted along the first axis of each call's first tensor;
+            the batch that reaches it is the last. Keeps memory bounded where batches are large.
         run: ``run(model, batch)``, for models that are run in another way. The batch is on the model's device.
 
     Returns:
@@ -87,9 +90,19 @@ def capture_inputs(
     hook = target.register_forward_pre_hook(recorder, with_kwargs=True, prepend=True)  # before hooks that edit inputs
     try:
         with undisturbed(model):
-            return _capture(model, target, submodule, loader, limit_batches, run, recorder)
+            return _capture(
+                model, target, submodule, _until(loader, recorder, limit_samples), limit_batches, run, recorder
+            )
     finally:
         hook.remove()
+
+
+def _until(loader: Iterable[Any], recorder: _Recorder, samples: int | None) -> Iterator[Any]:
+    """The loader's items, until that many samples were recorded."""
+    for item in loader:
+        yield item
+        if samples is not None and recorder.samples >= samples:
+            return
 
 
 def _capture(
@@ -203,12 +216,18 @@ class _Recorder:
         del self.calls[self._start :]
 
     @property
+    def samples(self) -> int:
+        """Samples in all calls, by the first axis of each one's first tensor."""
+        firsts = (take_apart((call.args, call.kwargs), is_slot=_is_tensor)[1][:1] for call in self.calls)
+        return sum(leaf.shape[0] if leaf.ndim else 1 for leaves in firsts for leaf in leaves)
+
+    @property
     def seen(self) -> bool:
         """Whether there was a call in this batch."""
         return len(self.calls) > self._start
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        template, leaves, _ = take_apart((args, kwargs), is_slot=lambda leaf: isinstance(leaf, Tensor))
+        template, leaves, _ = take_apart((args, kwargs), is_slot=_is_tensor)
         with torch.inference_mode(False):  # the copies outlive any inference mode that the model runs in
             copies = [leaf.detach().to("cpu", copy=True) for leaf in leaves]
         self._require_finite(args, kwargs)
@@ -222,7 +241,7 @@ class _Recorder:
         except TypeError:  # the module will say so itself
             named = {"args": args, "kwargs": kwargs}
         for name, value in named.items():
-            _, leaves, paths = take_apart(value, name, is_slot=lambda leaf: isinstance(leaf, Tensor))
+            _, leaves, paths = take_apart(value, name, is_slot=_is_tensor)
             for leaf, path in zip(leaves, paths, strict=True):
                 bad = int((~torch.isfinite(leaf)).sum()) if leaf.is_floating_point() else 0
                 if bad:
@@ -258,7 +277,11 @@ def _find(model: nn.Module, name: str) -> nn.Module:
     )
 
 
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
 def _describe(item: Any) -> str:
-    template, leaves, _ = take_apart(item, is_slot=lambda leaf: isinstance(leaf, Tensor))
+    template, leaves, _ = take_apart(item, is_slot=_is_tensor)
     shapes = [f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves]
     return f"a {type(template).__name__ if not leaves or leaves[0] is not item else 'tensor'} with {', '.join(shapes)}"

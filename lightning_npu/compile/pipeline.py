@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,19 +13,19 @@ from torch import Tensor, nn
 from lightning_npu.artifact import Artifact, new_folder, write_manifest
 from lightning_npu.compile.flat import FlatModule, resize_batch, tensor_specs
 from lightning_npu.compile.samples import Samples, collect, divide
+from lightning_npu.compile.undisturbed import undisturbed
 from lightning_npu.errors import CompileError, InputError
 from lightning_npu.hashing import state_sha256
 from lightning_npu.runtimes.base import Runtime
 from lightning_npu.runtimes.cpu import instruction_set
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning_npu.artifact import OutputFidelity
     from lightning_npu.tensor_spec import TensorSpec
 
 TARGETS = ("onnx",)
 PRECISIONS = ("a8w8", "a16w8", "fp32")
+CALIBRATION_SAMPLES, HOLDOUT_SAMPLES = 128, 32
 _TOOLS = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy")
 _PROBE_SAMPLES, _PROBE_BYTES = 8, 16 << 20
 
@@ -43,8 +42,8 @@ def compile_module(
     example_kwargs: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
     batch_axis: int | Sequence[int | None] = 0,
-    calibration_samples: int = 128,
-    holdout_samples: int = 32,
+    calibration_samples: int = CALIBRATION_SAMPLES,
+    holdout_samples: int = HOLDOUT_SAMPLES,
     min_sqnr_db: float | None = 20.0,
     overwrite: bool = False,
     source: Mapping[str, Any] | None = None,
@@ -84,7 +83,7 @@ def compile_module(
     """
     _check_options(target, precision, recipe, batch_size)
     output = Path(output)
-    with _frozen(module), new_folder(output, overwrite=overwrite) as folder:
+    with undisturbed(module), new_folder(output, overwrite=overwrite) as folder:
         flat = FlatModule(module, tuple(example_inputs), dict(example_kwargs or {})).eval()
         inputs, outputs = tensor_specs(flat, batch_axis=batch_axis, batch_size=batch_size)
         samples = collect(calibration, flat.signature, inputs, limit=calibration_samples + holdout_samples)
@@ -132,19 +131,6 @@ def _check_options(target: str, precision: str, recipe: str, batch_size: int | N
             raise CompileError(f"There is no {option} '{value}'.", expected=f"one of {list(allowed)}", got=repr(value))
     if batch_size is not None and batch_size < 1:
         raise InputError("batch_size must be at least 1.", expected="None or a positive number", got=batch_size)
-
-
-@contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients while compiling; every submodule's own flag is restored."""
-    flags = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, training in flags:
-            part.training = training
 
 
 def _build(

@@ -15,6 +15,8 @@ import onnx
 
 from lightning_npu.compile.calibrate import calibrate, is_mask
 from lightning_npu.compile.qdq import QuantizedGraph
+from lightning_npu.compile.ranges import least_error_ranges
+from lightning_npu.compile.rounding import WeightRounding
 from lightning_npu.errors import CompileError
 from lightning_npu.runtimes.cpu import exact_u8s8
 from lightning_npu.runtimes.cpu import instruction_set as this_instruction_set
@@ -103,7 +105,7 @@ def quantize_onnx(
     Args:
         source: the FP32 file.
         target: the file to write; appears only when it is complete.
-        calibration: per batch, an array per input; read once, one batch in memory at a time.
+        calibration: per batch, an array per input; kept in memory, as it is read several times.
         recipe: "faithful": the numerics of an INT8 accelerator, executed exactly on the processor; "fast": the
             fastest INT8 of the processor.
         precision: "a8w8", or "a16w8" for activations in 16 bits.
@@ -121,8 +123,13 @@ def quantize_onnx(
     weights = _weights(recipe, instruction_set)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch, _quiet():
         model = _prepare(source, Path(scratch) / "prepared.onnx")
-        ranges, batches = calibrate(model, calibration)
+        batches = list(calibration)
+        extremes = calibrate(model, batches)
+        ranges = least_error_ranges(model, batches, extremes, levels=256 if precision == "a8w8" else 65536)
+        rounding = WeightRounding(model)
+        rounding.observe(batches)
         quantized = _quantize(model, ranges, weights, precision)
+        rounded = rounding.apply(quantized, largest=64 if weights.reduce_range else 127)
         complete = Path(scratch) / target.name
         onnx.save(quantized, complete)
         complete.replace(target)
@@ -134,12 +141,15 @@ def quantize_onnx(
         activation_type="uint8" if precision == "a8w8" else "uint16",
         per_channel=True,
         reduce_range=weights.reduce_range,
-        calibration="minmax",
-        calibration_batches=batches,
+        calibration="least squared error",
+        calibration_batches=len(batches),
         float_nodes=graph.float_nodes,
         node_counts=graph.node_counts,
         instruction_set=instruction_set,
-        remedies=(),
+        remedies=(
+            "activation ranges of least squared error",
+            f"weights of {rounded} convolutions rounded by second order",
+        ),
         tools=_tools(),
     )
 
@@ -176,8 +186,10 @@ def _quantize(
         if name not in masks
     }
     excluded = [node.name for node in model.graph.node if masks.intersection((*node.input, *node.output))]
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
     quantizer = QDQQuantizer(
-        model,
+        copy,
         per_channel=True,
         reduce_range=weights.reduce_range,
         weight_qType=QuantType.QInt8 if weights.signed else QuantType.QUInt8,
@@ -195,7 +207,8 @@ def _quantize(
             f"The graph cannot be quantised: {error}",
             remedy="compile with precision='fp32', or report it with the module's code",
         ) from error
-    return quantizer.model.model
+    quantized: onnx.ModelProto = quantizer.model.model
+    return quantized
 
 
 @contextlib.contextmanager

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_npu.compile._split_partition import Partition, closure
-from lightning_npu.compile._split_parts import Attributes, Crossing, Head, Inputs, Tail
-from lightning_npu.compile._split_structure import Slot, take_apart
-from lightning_npu.compile._split_trace import CutTracer, FlatRoot, Traced, identifier, original_name
-from lightning_npu.compile._split_values import Values
+from lightning_npu.compile.split.partition import Partition, closure
+from lightning_npu.compile.split.parts import Attributes, Crossing, Head, Inputs, Tail
+from lightning_npu.compile.split.trace import CutTracer, FlatRoot, Traced, identifier, original_name
+from lightning_npu.compile.split.values import Values
+from lightning_npu.compile.trees import Slot, take_apart
 
 
 def build(root: FlatRoot, traced: Traced, values: Values, parts: Partition, inputs: Inputs) -> tuple[Head, Tail]:

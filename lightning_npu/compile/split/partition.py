@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from lightning_npu.compile._split_structure import Slot
-from lightning_npu.compile._split_trace import Traced
-from lightning_npu.compile._split_values import Values
+from lightning_npu.compile.split.trace import Traced
+from lightning_npu.compile.split.values import Values
+from lightning_npu.compile.trees import Slot
 from lightning_npu.errors import CompileError
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_npu.compile._split_parts import Head, Tail
-from lightning_npu.compile._split_structure import same_template, take_apart
-from lightning_npu.compile._split_trace import FlatRoot, Traced
+from lightning_npu.compile.split.parts import Head, Tail
+from lightning_npu.compile.split.trace import FlatRoot, Traced
+from lightning_npu.compile.trees import same_template, take_apart
 
 Range = tuple[int, int | None]
 """Least and greatest size of an axis; None: any."""

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
-from lightning_npu.compile._split_structure import put_together, same_template, take_apart
+from lightning_npu.compile.trees import put_together, same_template, take_apart
 from lightning_npu.errors import InputError
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx, nn
 
-from lightning_npu.compile._split_trace import Scope, Traced
-from lightning_npu.compile._split_values import Values
+from lightning_npu.compile.split.trace import Scope, Traced
+from lightning_npu.compile.split.values import Values
 
 Call = tuple[str, int]
 _ADDITIONS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)

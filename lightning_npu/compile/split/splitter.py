@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_npu.compile._split_build import build
-from lightning_npu.compile._split_check import check, larger_batch, valid_sizes
-from lightning_npu.compile._split_partition import describe, partition
-from lightning_npu.compile._split_parts import Head, Inputs, Tail, arguments
-from lightning_npu.compile._split_residual import clean_cuts, residual_join
-from lightning_npu.compile._split_state import undisturbed
-from lightning_npu.compile._split_structure import Slot, put_together, take_apart
-from lightning_npu.compile._split_trace import FlatRoot, Traced, trace_export, trace_fx
-from lightning_npu.compile._split_values import Values, watch
+from lightning_npu.compile.split.build import build
+from lightning_npu.compile.split.check import check, larger_batch, valid_sizes
+from lightning_npu.compile.split.partition import describe, partition
+from lightning_npu.compile.split.parts import Head, Inputs, Tail, arguments
+from lightning_npu.compile.split.residual import clean_cuts, residual_join
+from lightning_npu.compile.split.trace import FlatRoot, Traced, trace_export, trace_fx
+from lightning_npu.compile.split.values import Values, watch
+from lightning_npu.compile.trees import Slot, put_together, take_apart
+from lightning_npu.compile.undisturbed import undisturbed
 from lightning_npu.errors import CompileError, InputError
 
 

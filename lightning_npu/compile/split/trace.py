@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_npu.compile._split_structure import put_together, take_apart
+from lightning_npu.compile.trees import put_together, take_apart
 
 Scope = tuple[tuple[str, int], ...]
 """The calls a node was made in, outermost first: (module's name, how many calls of it came before)."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_npu.compile._split_structure import take_apart
+from lightning_npu.compile.trees import take_apart
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_npu.compile._split_structure import put_together, take_apart
+from lightning_npu.compile.trees import put_together, take_apart
 
 
 class Reached(BaseException):  # no Exception, so that the model's own except clauses let it through
