@@ -58,15 +58,13 @@ def test_an_edited_file_is_refused(artifact_copy: Path) -> None:
     content = bytearray((artifact_copy / "model.onnx").read_bytes())
     content[len(content) // 2] ^= 1
     (artifact_copy / "model.onnx").write_bytes(content)
-    with pytest.raises(
-        npu.ArtifactError, match=r"its SHA-256 is wrong(.|\n)*Expected: [0-9a-f]{64}(.|\n)*Got: [0-9a-f]"
-    ):
+    with pytest.raises(npu.ArtifactError, match=r"its SHA-256 is wrong(.|\n)*Expected: [0-9a-f]{64}\n  Got: [0-9a-f]"):
         npu.Artifact.load(artifact_copy)
 
 
 def test_a_missing_file_is_named(artifact_copy: Path) -> None:
     (artifact_copy / "model.onnx").unlink()
-    with pytest.raises(npu.ArtifactError, match="File 'model' of .* is missing"):
+    with pytest.raises(npu.ArtifactError, match=r"File 'model' of .* is missing"):
         npu.Artifact.load(artifact_copy)
 
 
@@ -121,9 +119,13 @@ def test_an_unknown_role_lists_the_known(compiled: npu.Artifact) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="disk full"), new_folder(tmp_path / "a.npu", overwrite=False) as folder:
-        (folder / "model.onnx").write_bytes(b"half")
-        raise RuntimeError("disk full")
+    def write() -> None:
+        with new_folder(tmp_path / "a.npu", overwrite=False) as folder:
+            (folder / "model.onnx").write_bytes(b"half")
+            raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,7 +145,7 @@ def test_overwriting_is_asked_for_and_keeps_the_old_until_the_new_is_there(artif
 def test_a_folder_that_is_no_artifact_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(npu.ArtifactError, match="is not an artifact, so it is not overwritten"):
-        with new_folder(tmp_path / "mine", overwrite=True):
-            pass
+    refused = pytest.raises(npu.ArtifactError, match="is not an artifact, so it is not overwritten")
+    with refused, new_folder(tmp_path / "mine", overwrite=True):
+        pass
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
