@@ -49,12 +49,12 @@ def calibrate(model: onnx.ModelProto, batches: Iterable[Mapping[str, np.ndarray]
         CompileError: there is no batch, or a value is NaN; the message names the first such tensor.
     """
     names = float_tensors(model)
-    session = session(_with_extremes(model, names))
+    run = session(_with_extremes(model, names))
     lowest, highest = np.full(len(names), np.inf), np.full(len(names), -np.inf)
     count = 0
     for count, batch in enumerate(batches, 1):
         check_batch(batch, count)
-        extremes = np.array([float(value) for value in session.run(None, dict(batch))]).reshape(-1, 2)
+        extremes = np.array([float(value) for value in run.run(None, dict(batch))]).reshape(-1, 2)
         if np.isnan(extremes).any():
             raise CompileError(
                 f"Tensor '{names[int(np.isnan(extremes).any(axis=1).argmax())]}' becomes NaN in FP32 "
