@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_npu.errors import RuntimeUnavailableError as RuntimeUnavailableError
     from lightning_npu.module import NPUFrozenModule as NPUFrozenModule
     from lightning_npu.offload import offload as offload
+    from lightning_npu.prefetch import Prefetch as Prefetch
 
 # public name -> module that defines it; resolved on first use, so that importing the package stays light
 _PUBLIC = {
@@ -30,6 +31,7 @@ _PUBLIC = {
     "InputError": "errors",
     "NPUError": "errors",
     "NPUFrozenModule": "module",
+    "Prefetch": "prefetch",
     "RuntimeUnavailableError": "errors",
     "compile_module": "compile",
     "offload": "offload",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 
 from lightning_npu.errors import ArtifactError
-from lightning_npu.hashing import state_sha256, tensor_sha256
+from lightning_npu.hashing import digest, state_sha256, tensor_sha256
 
 if TYPE_CHECKING:
     from lightning_npu.module import NPUFrozenModule
@@ -34,7 +33,7 @@ def extra_state(module: NPUFrozenModule) -> dict[str, Any]:
         "format": 1,
         "fingerprint": module.fingerprint,
         "artifact": module.artifact.path.name if module.artifact is not None else "",
-        "tail_sha256": _digest(module._tail_state),
+        "tail_sha256": digest(module._tail_state) if module._tail_state else None,
     }
 
 
@@ -57,7 +56,7 @@ def compare(module: NPUFrozenModule, state: Any) -> None:
             f"{module.fingerprint} ({'' if module.artifact is None else module.artifact.path.name})",
             "The checkpoint was trained with features of another artifact.",
         )
-    tail = _digest(module._tail_state)
+    tail = digest(module._tail_state) if module._tail_state else None
     if state.get("tail_sha256") != tail:
         refuse(
             f"tail {state.get('tail_sha256')}",
@@ -129,10 +128,3 @@ def _compare_weights(module: NPUFrozenModule, originals: Mapping[str, Tensor]) -
             got=f"{tensor_sha256(originals[changed[0]])[:16]}; {len(changed)} of {len(originals)} tensors differ",
             remedy="load the checkpoint into the original model, then offload it again",
         )
-
-
-def _digest(state: Mapping[str, str]) -> str | None:
-    """One SHA-256 for all weights of a tail; None without a tail."""
-    if not state:
-        return None
-    return hashlib.sha256("".join(f"{name}:{value};" for name, value in sorted(state.items())).encode()).hexdigest()

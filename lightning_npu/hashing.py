@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,3 +20,13 @@ def tensor_sha256(tensor: Tensor) -> str:
 def state_sha256(module: nn.Module) -> dict[str, str]:
     """SHA-256 of each tensor in the module's state dict, by name."""
     return {name: tensor_sha256(value) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def digest(state: Mapping[str, str]) -> str:
+    """One SHA-256 for named ones, whatever their order."""
+    return hashlib.sha256("".join(f"{name}:{value};" for name, value in sorted(state.items())).encode()).hexdigest()
+
+
+def state_digest(module: nn.Module) -> str:
+    """One SHA-256 for all tensors in the module's state dict."""
+    return digest(state_sha256(module))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,10 +19,13 @@ from lightning_npu.remeasure import open_measured
 from lightning_npu.runtimes.base import Runtime
 from lightning_npu.signature import CallSignature
 from lightning_npu.structure import Items, Leaf, Node
-from lightning_npu.worker import Worker
+from lightning_npu.transfer import to_device
+from lightning_npu.worker import TIMEOUT_S, Pending, Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from lightning_npu.lookahead import Ahead
 
 
 class NPUFrozenModule(nn.Module):
@@ -38,6 +40,7 @@ class NPUFrozenModule(nn.Module):
         device_index: which device, where the runtime has several.
         tail: what follows in torch where the original module was cut; called with the artifact's outputs. It is
             frozen, stays in eval mode, moves with ``.to`` and is not saved in checkpoints.
+        timeout_s: the longest that one call to the device may take; after it the device counts as hung.
         runtime_options: further options of the runtime, such as ``{"threads": 2}`` for "onnx".
 
     Raises:
@@ -46,6 +49,7 @@ class NPUFrozenModule(nn.Module):
 
     _device: torch.device
     _dtype: torch.dtype
+    _ahead: Ahead | None
 
     def __init__(
         self,
@@ -54,33 +58,43 @@ class NPUFrozenModule(nn.Module):
         runtime: str = "auto",
         device_index: int | None = None,
         tail: nn.Module | None = None,
+        timeout_s: float = TIMEOUT_S,
         runtime_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
         self.artifact: Artifact | None = loaded
-        self._choice = (runtime, device_index, dict(runtime_options or {}))
+        self._choice = (runtime, device_index, timeout_s, dict(runtime_options or {}))
         self._fingerprint, self._inputs, self._outputs = loaded.fingerprint, loaded.inputs, loaded.outputs
         self._install(loaded.signature, loaded.structure, tail)
         self._connect(_worker(loaded, *self._choice))
 
     @classmethod
-    def from_runtime(cls, runtime: Runtime, *, tail: nn.Module | None = None) -> NPUFrozenModule:
+    def from_runtime(
+        cls, runtime: Runtime, *, tail: nn.Module | None = None, timeout_s: float = TIMEOUT_S
+    ) -> NPUFrozenModule:
         """Wrap an open runtime that has no artifact on disk, such as a simulated or a user-made one.
 
-        The module takes the runtime's inputs positionally and returns its one output, or a tuple of its outputs.
+        The module takes the runtime's inputs as the runtime's ``signature`` says, or positionally, and returns what
+        its ``structure`` says, or its one output or a tuple of its outputs.
         """
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.artifact = None
-        module._choice = (runtime.name, None, {})
-        signature = CallSignature.positional([spec.name for spec in runtime.inputs])
-        leaves = [Leaf(index) for index in range(len(runtime.outputs))]
-        structure: Node = leaves[0] if len(leaves) == 1 else Items(tuple, leaves)
-        module._fingerprint, module._inputs, module._outputs = runtime.fingerprint, runtime.inputs, runtime.outputs
-        module._install(signature, structure, tail)
-        module._connect(Worker(lambda: runtime))
+        module._choice = (runtime.name, None, timeout_s, {})
+        module._fingerprint = runtime.fingerprint
+        module._install(CallSignature([]), Leaf(0), tail)
+        module._take(runtime)
+        module._connect(Worker(lambda: runtime, timeout_s=timeout_s))
         return module
+
+    def _take(self, runtime: Runtime) -> None:
+        """Inputs, outputs, signature and structure from a runtime without artifact."""
+        leaves = [Leaf(index) for index in range(len(runtime.outputs))]
+        plain: Node = leaves[0] if len(leaves) == 1 else Items(tuple, leaves)
+        self._inputs, self._outputs = runtime.inputs, runtime.outputs
+        self._signature = runtime.signature or CallSignature.positional([spec.name for spec in runtime.inputs])
+        self._structure = runtime.structure or plain
 
     # ---- calling
 
@@ -99,7 +113,7 @@ class NPUFrozenModule(nn.Module):
         if torch.compiler.is_compiling():
             outputs = custom_op.encode(tensors, self._handle, dtype)
         else:
-            outputs = self._finish(self._request(tensors), tensors[0].device, dtype)
+            outputs = self._finish(self._obtain(tensors), self._place(tensors), dtype)
         return self._assemble(outputs, tensors)
 
     def submit(self, *args: Any, **kwargs: Any) -> FeatureFuture:
@@ -109,9 +123,12 @@ class NPUFrozenModule(nn.Module):
         """
         tensors = self._accept(args, kwargs)
         dtype = _output_dtype(tensors[0].device, self._dtype)
-        return FeatureFuture(self, self._request(tensors), tensors, dtype)
+        return FeatureFuture(self, self.request(tensors), tensors, dtype)
 
     def _accept(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        if not self._inputs:  # a runtime that learns from its first call
+            self._worker.runtime.learn(args, kwargs)
+            self._take(self._worker.runtime)
         tensors = self._signature.flatten(args, kwargs)
         for spec, tensor in zip(self._inputs, tensors, strict=True):
             spec.check(tensor)
@@ -119,10 +136,68 @@ class NPUFrozenModule(nn.Module):
                 _refuse_gradient(spec.name)
         return tensors
 
-    def _request(self, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-        return self._worker.submit(
-            [self._to_host(tensor, spec.torch_dtype) for spec, tensor in zip(self._inputs, tensors, strict=True)]
-        )
+    # ---- asking ahead
+
+    def attach(self, ahead: Ahead | None) -> None:
+        """Answer calls from what ``ahead`` asked for, where it did; None ends that.
+
+        Raises:
+            InputError: another look-ahead is attached.
+        """
+        if ahead is not None and self._ahead is not None and self._ahead is not ahead:
+            raise InputError(
+                "Two look-aheads ask for the same NPUFrozenModule.",
+                expected="one Prefetch per trainer, or one Lookahead at a time",
+                remedy="remove one of them",
+            )
+        self._ahead = ahead
+
+    def request(self, tensors: Sequence[Tensor], name: str = "") -> Pending:
+        """Queue one batch by its flat inputs; errors call it ``name``."""
+        for spec, tensor in zip(self._inputs, tensors, strict=True):
+            spec.check(tensor)
+        ready = [self._to_host(tensor, spec.torch_dtype) for spec, tensor in zip(self._inputs, tensors, strict=True)]
+        return self._worker.submit(ready, name=name, pin=self._device.type == "cuda")
+
+    @property
+    def knows_inputs(self) -> bool:
+        """Whether inputs are known: from the start, but for a runtime that learns from its first call."""
+        return bool(self._inputs)
+
+    def request_made(self, make: Callable[[], Any], name: str) -> Pending:
+        """Queue one batch whose inputs the worker computes by ``make``: a tensor, a tuple or a dict of arguments."""
+
+        def inputs() -> list[Tensor]:
+            made = make()
+            args, kwargs = ((), made) if isinstance(made, dict) else (made if isinstance(made, tuple) else (made,), {})
+            flat = self._signature.flatten(args, kwargs)
+            for spec, tensor in zip(self._inputs, flat, strict=True):
+                spec.check(tensor)
+            return [self._to_host(tensor, spec.torch_dtype) for spec, tensor in zip(self._inputs, flat, strict=True)]
+
+        return self._worker.submit(inputs, name=name, pin=self._device.type == "cuda")
+
+    @staticmethod
+    def same_input(made: Tensor, passed: Tensor) -> bool:
+        """Whether a tensor on the host and one that was passed hold the same values, bit for bit."""
+        if made.shape != passed.shape:
+            return False
+        if passed.dtype != made.dtype:  # the precision plugin converted what was passed
+            return bool(torch.equal(made.to(passed.dtype).to(passed.device), passed))
+        return bool(torch.equal(made.to(passed.device, non_blocking=True), passed))
+
+    def _obtain(self, tensors: Sequence[Tensor]) -> Pending:
+        """What was asked for ahead of time, else what is asked for now."""
+        if self._ahead is not None:
+            pending = self._ahead.redeem(self, tensors)
+            if pending is not None:
+                return pending
+        return self.request(tensors)
+
+    def _place(self, tensors: Sequence[Tensor]) -> torch.device:
+        """Where outputs go: to the first input, or to the module where that input was kept off the device."""
+        device = tensors[0].device
+        return self._device if self._ahead is not None and self._ahead.keeps_on_host(tensors[0]) else device
 
     def _to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor as runtimes take it; each copy that this costs is counted by its reason."""
@@ -138,13 +213,17 @@ class NPUFrozenModule(nn.Module):
             tensor = tensor.contiguous()
         return tensor
 
-    def _finish(self, future: Future[list[Tensor]], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    def _finish(self, pending: Pending, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         started = time.perf_counter()
-        outputs = future.result()
-        self._wait_s += time.perf_counter() - started
+        outputs = pending.result()
+        waited_s = time.perf_counter() - started
+        self._wait_s += waited_s
+        if self._ahead is not None:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in (*outputs, *pending.inputs()))
+            self._ahead.waited(waited_s, self._worker.counters.idle_s, size)
         if device.type != "cpu":
             self._copies["output to device"] += len(outputs)
-            outputs = [tensor.to(device) for tensor in outputs]
+            outputs = to_device(outputs, device)
         if dtype != torch.float32:
             self._copies["output dtype"] += len(outputs)
             outputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in outputs]
@@ -175,12 +254,12 @@ class NPUFrozenModule(nn.Module):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters: ``calls``, ``samples``, ``run_s`` (in the runtime), ``wait_s`` (waited for it), ``copies``."""
-        worker = self._worker
+        """Counters: ``calls``, ``samples``, ``run_s`` (the device was busy), ``wait_s`` (waited for it), ``copies``."""
+        counters = self._worker.counters
         return {
-            "calls": worker.calls,
-            "samples": worker.samples,
-            "run_s": worker.run_s,
+            "calls": counters.batches,
+            "samples": counters.samples,
+            "run_s": counters.busy_s,
             "wait_s": self._wait_s,
             "copies": dict(self._copies),
         }
@@ -266,6 +345,7 @@ class NPUFrozenModule(nn.Module):
         state = self.__dict__.copy()
         for name in ("_worker", "_handle"):
             state.pop(name)
+        state["_ahead"] = None
         state["artifact"] = str(self.artifact.path)
         return state
 
@@ -286,10 +366,11 @@ class NPUFrozenModule(nn.Module):
         shared = ("artifact", "_worker", "_signature", "_structure", "_inputs", "_outputs")
         nn.Module.__init__(twin)
         for name, value in self.__dict__.items():
-            if name not in shared:
+            if name not in (*shared, "_ahead"):
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         for name in shared:
             twin.__dict__[name] = self.__dict__[name]
+        twin._ahead = None
         twin._connect(self._worker)
         return twin
 
@@ -300,6 +381,7 @@ class NPUFrozenModule(nn.Module):
         self._device, self._dtype = torch.device("cpu"), torch.float32
         self._copies: Counter[str] = Counter()
         self._wait_s = 0.0
+        self._ahead = None
         self.tail = tail
         self._tail_state = checkpoint.freeze_tail(tail)
         self.register_state_dict_post_hook(checkpoint.drop_tail)  # type: ignore[no-untyped-call]
@@ -314,13 +396,13 @@ class FeatureFuture:
     """A batch that is being encoded."""
 
     def __init__(
-        self, module: NPUFrozenModule, future: Future[list[Tensor]], tensors: Sequence[Tensor], dtype: torch.dtype
+        self, module: NPUFrozenModule, pending: Pending, tensors: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        self._module, self._future, self._tensors, self._dtype = module, future, tensors, dtype
+        self._module, self._pending, self._tensors, self._dtype = module, pending, tensors, dtype
 
     def done(self) -> bool:
         """Whether :meth:`result` would not wait."""
-        return self._future.done()
+        return self._pending.done()
 
     def result(self) -> Any:
         """What the call would have returned; waits for it.
@@ -328,12 +410,15 @@ class FeatureFuture:
         Raises:
             DeviceError: the device failed.
         """
-        outputs = self._module._finish(self._future, self._tensors[0].device, self._dtype)
+        outputs = self._module._finish(self._pending, self._tensors[0].device, self._dtype)
         return self._module._assemble(outputs, self._tensors)
 
 
-def _worker(artifact: Artifact, runtime: str, device_index: int | None, options: dict[str, Any]) -> Worker:
-    return Worker(functools.partial(open_measured, artifact, runtime, device_index=device_index, **options))
+def _worker(
+    artifact: Artifact, runtime: str, device_index: int | None, timeout_s: float, options: dict[str, Any]
+) -> Worker:
+    opener = functools.partial(open_measured, artifact, runtime, device_index=device_index, **options)
+    return Worker(opener, timeout_s=timeout_s)
 
 
 def _output_dtype(device: torch.device, declared: torch.dtype) -> torch.dtype:

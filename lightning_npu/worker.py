@@ -1,41 +1,49 @@
-"""Asynchronous, bounded, ordered execution on a runtime: every call to a device goes through here."""
+"""Asynchronous execution on a runtime: every call to a device goes through a worker."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
-import torch
 from torch import Tensor
 
-from lightning_npu.errors import DeviceError, NPUError
+from lightning_npu.engine import LOOK_S, Counters, Engine, Inputs, Job
+from lightning_npu.engine import THREAD_NAME as THREAD_NAME
+from lightning_npu.errors import DeviceError
 from lightning_npu.runtimes.base import Runtime
-from lightning_npu.tensor_spec import TensorSpec, common_batch
 
-THREAD_NAME = "lightning-npu"
+TIMEOUT_S = 60.0
 
 
 class Worker:
     """Runs batches on one runtime, one thread per slot of the device.
 
     The runtime is opened on first use and once per process: a copy that a fork left in a child process opens its
-    own. Results come in the order of submission from a device with one slot; each future belongs to its batch.
+    own. Batches start in the order of submission. A batch of another size than the runtime's fixed one is run in
+    parts, which spread over the slots and are written where they belong.
+
+    A call that takes longer than ``timeout_s`` ends every wait with a ``DeviceError``: the device is given up, what
+    was queued fails, and the thread that hangs in the driver is left to itself (nothing can end it); it releases the
+    device if the call ever returns. The next use opens the device again.
 
     Args:
         open_runtime: opens the runtime; called in the first thread that needs it.
         pending: batches that may wait beyond those that run; :meth:`submit` blocks while there are more.
+        timeout_s: the longest that one call to the device may take.
     """
 
-    def __init__(self, open_runtime: Callable[[], Runtime], *, pending: int = 8) -> None:
-        self._open_runtime, self._pending = open_runtime, pending
+    def __init__(self, open_runtime: Callable[[], Runtime], *, pending: int = 16, timeout_s: float = TIMEOUT_S) -> None:
+        self._open_runtime, self._pending, self.timeout_s = open_runtime, pending, timeout_s
         self._lock = threading.Lock()
-        self._state: _State | None = None
+        self._engine: Engine | None = None
+        self._finalizer: weakref.finalize[..., Worker] | None = None
         self._pid = os.getpid()
-        self.calls, self.samples, self.run_s = 0, 0, 0.0
+        self._numbers = 0
+        self.counters = Counters()
 
     @property
     def runtime(self) -> Runtime:
@@ -45,125 +53,89 @@ class Worker:
     @property
     def is_open(self) -> bool:
         """Whether the runtime is open in this process."""
-        return self._state is not None and self._pid == os.getpid()
+        return self._engine is not None and self._pid == os.getpid()
 
-    def submit(self, inputs: Sequence[Tensor]) -> Future[list[Tensor]]:
+    def submit(self, inputs: Inputs, *, name: str = "", pin: bool = False) -> Pending:
         """Queue one batch.
 
         Args:
-            inputs: contiguous CPU tensors as the runtime takes them, of any number of samples: a batch that is larger
-                or smaller than the runtime's fixed batch is divided or filled up. They must not be changed before
-                the future is done.
+            inputs: contiguous CPU tensors as the runtime takes them, of any number of samples; or a function that
+                gives them, called in a thread of the worker, without gradients. They must not be changed before the
+                result is there.
+            name: what errors call this batch; default: its number.
+            pin: write the outputs into page-locked memory, for copies to a GPU that do not block.
 
-        Returns:
-            A future of the flat outputs.
+        Raises:
+            DeviceError: the device hangs while earlier batches hold all places.
         """
-        state = self._ready()
-        state.places.acquire()
-        try:
-            future = state.threads.submit(self._run, state.runtime, inputs)
-        except BaseException:
-            state.places.release()
-            raise
-        future.add_done_callback(lambda _: state.places.release())
-        return future
+        engine = self._ready()
+        self._numbers += 1
+        return Pending(engine, engine.submit(inputs, name or f"batch {self._numbers}", pin))
 
     def close(self) -> None:
-        """Wait for what runs, drop what waits, and release the device; the next use opens it again."""
+        """Drop what waits, wait for what runs, and release the device; the next use opens it again."""
         with self._lock:
-            state, self._state = self._state, None
-            if state is not None and self._pid == os.getpid():
-                state.finalizer()
+            self._engine, finalizer, self._finalizer = None, self._finalizer, None
+            if finalizer is not None and self._pid == os.getpid():
+                finalizer()
 
-    def _ready(self) -> _State:
-        state = self._state
-        if state is not None and self._pid == os.getpid():
-            return state
+    def _ready(self) -> Engine:
         if self._pid != os.getpid():  # forked: the parent's lock, threads and session are not ours
-            self._lock, self._state, self._pid = threading.Lock(), None, os.getpid()
+            self._lock, self._engine, self._finalizer, self._pid = threading.Lock(), None, None, os.getpid()
+        engine = self._engine
+        if engine is not None and engine.lost is None:
+            return engine
         with self._lock:
-            if self._state is None:
-                self._state = _State(self, self._open_runtime(), self._pending)
-            return self._state
-
-    def _run(self, runtime: Runtime, inputs: Sequence[Tensor]) -> list[Tensor]:
-        started = time.perf_counter()
-        batch = common_batch(runtime.inputs, inputs)
-        fixed = next((spec.static_batch for spec in runtime.inputs if spec.static_batch is not None), None)
-        if fixed is None or batch is None or batch == fixed:
-            results = _checked(runtime, inputs, batch)
-        else:
-            results = _in_parts(runtime, inputs, batch, fixed)
-        self.calls += 1
-        self.samples += batch or 1
-        self.run_s += time.perf_counter() - started
-        return results
+            if self._engine is None or self._engine.lost is not None:
+                runtime = self._open_runtime()
+                places = runtime.slots + self._pending
+                engine = Engine(runtime, self.counters, places=places, timeout_s=self.timeout_s)
+                self._engine, self._finalizer = engine, weakref.finalize(self, _close, engine, os.getpid())
+            return self._engine
 
 
-class _State:
-    """The open runtime with its threads; released when the worker is closed, collected, or at exit."""
+class Pending:
+    """A batch that was submitted."""
 
-    def __init__(self, owner: Worker, runtime: Runtime, pending: int) -> None:
-        self.runtime = runtime
-        self.threads = ThreadPoolExecutor(runtime.slots, thread_name_prefix=THREAD_NAME)
-        self.places = threading.BoundedSemaphore(runtime.slots + pending)
-        self.finalizer = weakref.finalize(owner, _release, self.threads, runtime, os.getpid())
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self._engine, self._job = engine, job
 
+    def done(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        return self._job.future.done()
 
-def _release(threads: ThreadPoolExecutor, runtime: Runtime, pid: int) -> None:
-    if pid != os.getpid():  # in a forked child: they belong to the parent
-        return
-    threads.shutdown(wait=True, cancel_futures=True)
-    runtime.close()
+    def cancel(self) -> bool:
+        """Drop the batch if it did not start; whether it was dropped."""
+        return self._job.future.cancel()
 
+    def inputs(self) -> Sequence[Tensor]:
+        """What it is computed from; waits for a function that makes it.
 
-def _checked(runtime: Runtime, inputs: Sequence[Tensor], batch: int | None) -> list[Tensor]:
-    """One call, its results held to the runtime's own specification."""
-    try:
-        results = runtime.run(inputs)
-    except NPUError:
-        raise
-    except Exception as error:
-        raise DeviceError(f"Runtime '{runtime.name}' failed on {runtime.device}: {error!r}") from error
-    expected = [spec.with_batch(batch or 1) for spec in runtime.outputs]
-    got = [tuple(result.shape) for result in results]
-    if got != expected:
-        raise DeviceError(
-            f"Runtime '{runtime.name}' on {runtime.device} answered with other shapes than it declared.",
-            expected=expected,
-            got=got,
-            remedy="check the device and its driver; compile the artifact again if it was made for another version",
-        )
-    return results
+        Raises:
+            Exception: whatever that function raised.
+        """
+        if self._job.inputs is None:
+            self.result()
+        assert self._job.inputs is not None
+        return self._job.inputs
 
+    def result(self) -> list[Tensor]:
+        """The flat outputs, CPU tensors; waits for them.
 
-def _in_parts(runtime: Runtime, inputs: Sequence[Tensor], batch: int, fixed: int) -> list[Tensor]:
-    """A batch of another size than the runtime's, in calls of its size; the last is filled with its last sample."""
-    outputs = [_empty(spec, batch) for spec in runtime.outputs]
-    for start in range(0, batch, fixed):
-        count = min(fixed, batch - start)
-        part = [_cut(spec, tensor, start, count, fixed) for spec, tensor in zip(runtime.inputs, inputs, strict=True)]
-        for spec, output, result in zip(runtime.outputs, outputs, _checked(runtime, part, fixed), strict=True):
-            if spec.batch_axis is None:
-                output.copy_(result)
-            else:
-                output.narrow(spec.batch_axis, start, count).copy_(result.narrow(spec.batch_axis, 0, count))
-    return outputs
+        Raises:
+            DeviceError: the device failed or hangs; names batch and device.
+        """
+        while True:
+            try:
+                return self._job.future.result(timeout=LOOK_S)
+            except (FutureTimeoutError, TimeoutError):
+                if self._job.future.done():  # the timeout is the device's own error, not ours
+                    raise
+                self._engine.look()
+            except CancelledError:
+                raise DeviceError(f"{self._job.name} was cancelled.", remedy="submit it again") from None
 
 
-def _empty(spec: TensorSpec, batch: int) -> Tensor:
-    shape = list(spec.shape)
-    if spec.batch_axis is not None:
-        shape[spec.batch_axis] = batch
-    # an explicit dtype and device: defaults are process-wide or set by the caller's thread
-    return torch.empty([int(size or 0) for size in shape], dtype=spec.torch_dtype, device="cpu")
-
-
-def _cut(spec: TensorSpec, tensor: Tensor, start: int, count: int, fixed: int) -> Tensor:
-    if spec.batch_axis is None:
-        return tensor
-    part = tensor.narrow(spec.batch_axis, start, count)
-    if count < fixed:
-        index = torch.arange(fixed, dtype=torch.int64, device="cpu").clamp_max(count - 1)
-        part = part.index_select(spec.batch_axis, index)
-    return part.contiguous()
+def _close(engine: Engine, pid: int) -> None:
+    if pid == os.getpid():  # in a forked child it belongs to the parent
+        engine.close()

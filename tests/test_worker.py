@@ -47,7 +47,7 @@ class Doubler(Runtime):
     def open(cls, artifact: Any, *, device_index: int | None = None, **options: Any) -> Runtime:
         raise NotImplementedError
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
         self.entered.release()
         assert self.gate.wait(60)
         if self.failure is not None:

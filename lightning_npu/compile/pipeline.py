@@ -194,7 +194,7 @@ class _TorchReference(Runtime):
         """Not from an artifact: it is made from a module."""
         raise CompileError("The torch reference is made from a module, not from an artifact.")
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Run the module."""
         with torch.no_grad():
             return [tensor.detach().cpu() for tensor in self.flat(*(self._place(t) for t in inputs))]

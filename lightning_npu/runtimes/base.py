@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_npu.artifact import Artifact
+    from lightning_npu.signature import CallSignature
+    from lightning_npu.structure import Node
     from lightning_npu.tensor_spec import TensorSpec
 
 ENTRY_POINT_GROUP = "lightning_npu.runtimes"
@@ -33,6 +35,8 @@ class Runtime(ABC):
         outputs: what it gives, in order.
         fingerprint: identity of what it computes; equal fingerprints give equal features.
         device: the device it runs on, in words for logs.
+        signature: how the module that it stands for is called; None: its inputs, by position.
+        structure: what that module returns; None: the one output, or a tuple of all.
     """
 
     name: ClassVar[str]
@@ -42,6 +46,8 @@ class Runtime(ABC):
     outputs: tuple[TensorSpec, ...]
     fingerprint: str
     device: str
+    signature: CallSignature | None = None
+    structure: Node | None = None
 
     @classmethod
     @abstractmethod
@@ -59,14 +65,16 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Run one batch.
 
         Args:
             inputs: contiguous CPU tensors that match :attr:`inputs` in count, order, dtype and shape.
+            out: contiguous CPU tensors to write the outputs to, page-locked ones among them. A runtime that cannot
+                write there returns others, and the caller copies.
 
         Returns:
-            CPU tensors that match :attr:`outputs`; memory that no later call writes to.
+            CPU tensors that match :attr:`outputs`: ``out``, or memory that no later call writes to.
 
         Raises:
             DeviceError: the device failed.
@@ -75,6 +83,13 @@ class Runtime(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the device. May be called more than once; :meth:`run` afterwards raises ``DeviceError``."""
+
+    def learn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take :attr:`inputs`, :attr:`outputs`, signature and structure from a first call.
+
+        Only for runtimes that do not know them from an artifact: those whose :attr:`inputs` are empty.
+        """
+        raise DeviceError(f"Runtime '{self.name}' does not say what its inputs are.", remedy="set Runtime.inputs")
 
     def describe(self) -> dict[str, Any]:
         """Facts for logs and reports: primitives only."""

@@ -125,16 +125,29 @@ class OnnxRuntime(Runtime):
             threads=threads,
         )
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Run one batch; see :meth:`Runtime.run`."""
         session = self._session
         if session is None:
             raise self.closed_error()
-        feed = {name: tensor.detach().numpy() for name, tensor in zip(self._input_names, inputs, strict=True)}
+        arrays = [tensor.detach().numpy() for tensor in inputs]
         try:
+            if out is not None:
+                return self._run_into(session, arrays, out)
+            feed = dict(zip(self._input_names, arrays, strict=True))
             return [torch.from_numpy(array) for array in session.run(self._output_names, feed)]
         except Exception as error:
             raise DeviceError(f"ONNX Runtime failed on {self.device}: {error}") from error
+
+    def _run_into(self, session: Any, arrays: Sequence[Any], out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        binding = session.io_binding()
+        for name, array in zip(self._input_names, arrays, strict=True):
+            binding.bind_cpu_input(name, array)
+        for name, tensor in zip(self._output_names, out, strict=True):
+            element = tensor.numpy().dtype
+            binding.bind_output(name, "cpu", 0, element, tuple(tensor.shape), tensor.data_ptr())
+        session.run_with_iobinding(binding)
+        return list(out)
 
     def close(self) -> None:
         """Free the session."""
