@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_npu.errors import InputError as InputError
     from lightning_npu.errors import NPUError as NPUError
     from lightning_npu.errors import RuntimeUnavailableError as RuntimeUnavailableError
+    from lightning_npu.lookahead import Lookahead as Lookahead
     from lightning_npu.module import NPUFrozenModule as NPUFrozenModule
     from lightning_npu.offload import offload as offload
     from lightning_npu.prefetch import Prefetch as Prefetch
@@ -30,6 +31,7 @@ _PUBLIC = {
     "FidelityError": "errors",
     "InputError": "errors",
     "NPUError": "errors",
+    "Lookahead": "lookahead",
     "NPUFrozenModule": "module",
     "Prefetch": "prefetch",
     "RuntimeUnavailableError": "errors",

@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from lightning_npu.module import NPUFrozenModule
 
 EXTRA = "_extra_state"
-_TAIL = "tail."
+_TAIL, _REFERENCE = "tail.", "reference."
 
 
-def freeze_tail(tail: nn.Module | None) -> dict[str, str]:
-    """Freeze a tail and give the SHA-256 of each of its weights, taken before any change of precision."""
-    if tail is None:
+def freeze(part: nn.Module | None) -> dict[str, str]:
+    """Freeze a tail or reference and give the SHA-256 of each weight, taken before any change of precision."""
+    if part is None:
         return {}
-    for parameter in tail.parameters():
+    for parameter in part.parameters():
         parameter.requires_grad = False
-    return state_sha256(tail)
+    part.eval()
+    return state_sha256(part)
 
 
 def extra_state(module: NPUFrozenModule) -> dict[str, Any]:
@@ -75,9 +76,9 @@ def refuse(expected: str, got: str, what: str) -> NoReturn:
     )
 
 
-def drop_tail(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Take the tail out of a state dict: its weights come from the user's module, a checkpoint keeps their hash."""
-    for key in [key for key in state_dict if key.startswith(prefix + _TAIL)]:
+def drop_frozen(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Take tail and reference out of a state dict: they come from the user's module, a checkpoint keeps hashes."""
+    for key in [key for key in state_dict if key.startswith((prefix + _TAIL, prefix + _REFERENCE))]:
         del state_dict[key]
 
 
@@ -104,9 +105,9 @@ def load(module: NPUFrozenModule, state_dict: dict[str, Any], prefix: str) -> No
             f"with the features of {module.fingerprint[:12]}.",
             stacklevel=2,
         )
-    if module.tail is not None:  # so that strict loading finds what is not saved
-        for name, tensor in module.tail.state_dict().items():
-            state_dict[prefix + _TAIL + name] = tensor
+    for part, place in ((module.tail, _TAIL), (module.reference, _REFERENCE)):
+        if part is not None:  # so that strict loading finds what is not saved
+            state_dict.update({prefix + place + name: tensor for name, tensor in part.state_dict().items()})
 
 
 def _compare_weights(module: NPUFrozenModule, originals: Mapping[str, Tensor]) -> None:

@@ -95,6 +95,20 @@ class Engine:
         with self._changed:
             self._look()
 
+    def remaining_s(self, job: Job, batch_s: float) -> float:
+        """About how long until ``job`` is done, if a batch takes one slot ``batch_s`` seconds."""
+        with self._changed:
+            if job.future.done():
+                return 0.0
+            now = time.monotonic()
+            for running, since in self._running.values():
+                if running is job:
+                    return max(0.0, batch_s - (now - since))
+            waiting = [other for other, _ in self._tasks]
+            before = waiting.index(job) if job in waiting else len(waiting)
+            first_s = min((max(0.0, batch_s - (now - since)) for _, since in self._running.values()), default=0.0)
+            return first_s + batch_s * (1 + before / self.runtime.slots)
+
     def close(self) -> None:
         """Drop what waits, wait for what runs, release the runtime. A thread that hangs is left to itself."""
         with self._changed:

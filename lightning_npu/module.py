@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_npu import checkpoint, custom_op
 from lightning_npu.artifact import Artifact
@@ -40,6 +41,7 @@ class NPUFrozenModule(nn.Module):
         device_index: which device, where the runtime has several.
         tail: what follows in torch where the original module was cut; called with the artifact's outputs. It is
             frozen, stays in eval mode, moves with ``.to`` and is not saved in checkpoints.
+        reference: the FP32 head in torch, for ``Prefetch(balance=...)``; frozen and not saved, like the tail.
         timeout_s: the longest that one call to the device may take; after it the device counts as hung.
         runtime_options: further options of the runtime, such as ``{"threads": 2}`` for "onnx".
 
@@ -58,6 +60,7 @@ class NPUFrozenModule(nn.Module):
         runtime: str = "auto",
         device_index: int | None = None,
         tail: nn.Module | None = None,
+        reference: nn.Module | None = None,
         timeout_s: float = TIMEOUT_S,
         runtime_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -66,12 +69,17 @@ class NPUFrozenModule(nn.Module):
         self.artifact: Artifact | None = loaded
         self._choice = (runtime, device_index, timeout_s, dict(runtime_options or {}))
         self._fingerprint, self._inputs, self._outputs = loaded.fingerprint, loaded.inputs, loaded.outputs
-        self._install(loaded.signature, loaded.structure, tail)
+        self._install(loaded.signature, loaded.structure, tail, reference)
         self._connect(_worker(loaded, *self._choice))
 
     @classmethod
     def from_runtime(
-        cls, runtime: Runtime, *, tail: nn.Module | None = None, timeout_s: float = TIMEOUT_S
+        cls,
+        runtime: Runtime,
+        *,
+        tail: nn.Module | None = None,
+        reference: nn.Module | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> NPUFrozenModule:
         """Wrap an open runtime that has no artifact on disk, such as a simulated or a user-made one.
 
@@ -83,7 +91,7 @@ class NPUFrozenModule(nn.Module):
         module.artifact = None
         module._choice = (runtime.name, None, timeout_s, {})
         module._fingerprint = runtime.fingerprint
-        module._install(CallSignature([]), Leaf(0), tail)
+        module._install(CallSignature([]), Leaf(0), tail, reference)
         module._take(runtime)
         module._connect(Worker(lambda: runtime, timeout_s=timeout_s))
         return module
@@ -112,6 +120,8 @@ class NPUFrozenModule(nn.Module):
         dtype = _output_dtype(tensors[0].device, self._dtype)
         if torch.compiler.is_compiling():
             outputs = custom_op.encode(tensors, self._handle, dtype)
+        elif self._ahead is not None and self._ahead.encodes_here(self, tensors):
+            return self._encode_here(args, kwargs, self._place(tensors), dtype)
         else:
             outputs = self._finish(self._obtain(tensors), self._place(tensors), dtype)
         return self._assemble(outputs, tensors)
@@ -177,6 +187,21 @@ class NPUFrozenModule(nn.Module):
 
         return self._worker.submit(inputs, name=name, pin=self._device.type == "cuda")
 
+    @property
+    def slots(self) -> int:
+        """Batches that the device runs at once; opens it."""
+        return self._worker.runtime.slots
+
+    def remaining_s(self, pending: Pending) -> float:
+        """About how long until a requested batch is ready, by the mean time of the batches before it."""
+        return pending.remaining_s(self.batch_s)
+
+    @property
+    def batch_s(self) -> float:
+        """Mean seconds that the device took per batch; 0.0 before the first."""
+        counters = self._worker.counters
+        return counters.busy_s / counters.batches if counters.batches else 0.0
+
     @staticmethod
     def same_input(made: Tensor, passed: Tensor) -> bool:
         """Whether a tensor on the host and one that was passed hold the same values, bit for bit."""
@@ -229,11 +254,25 @@ class NPUFrozenModule(nn.Module):
             outputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in outputs]
         return outputs
 
+    def _encode_here(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> Any:
+        """The FP32 head in torch, on the training device."""
+        assert self.reference is not None
+        assert self._ahead is not None
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, dict(kwargs)))
+        with torch.no_grad(), self._ahead.balancer.encoding(device):
+            value = self.reference(*args, **kwargs)
+        value = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+        return value if self.tail is None else self._follow_up(value)
+
+    def _follow_up(self, value: Any) -> Any:
+        assert self.tail is not None
+        return self.tail(*value) if isinstance(value, tuple) else self.tail(value)
+
     def _assemble(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         value = self._structure.build([*outputs, *tensors])
-        if self.tail is None:
-            return value
-        return self.tail(*value) if isinstance(value, tuple) else self.tail(value)
+        return value if self.tail is None else self._follow_up(value)
 
     # ---- what it is
 
@@ -376,15 +415,18 @@ class NPUFrozenModule(nn.Module):
 
     # ---- putting it together
 
-    def _install(self, signature: CallSignature, structure: Node, tail: nn.Module | None) -> None:
+    def _install(
+        self, signature: CallSignature, structure: Node, tail: nn.Module | None, reference: nn.Module | None
+    ) -> None:
         self._signature, self._structure = signature, structure
         self._device, self._dtype = torch.device("cpu"), torch.float32
         self._copies: Counter[str] = Counter()
         self._wait_s = 0.0
         self._ahead = None
-        self.tail = tail
-        self._tail_state = checkpoint.freeze_tail(tail)
-        self.register_state_dict_post_hook(checkpoint.drop_tail)  # type: ignore[no-untyped-call]
+        self.tail, self.reference = tail, reference
+        checkpoint.freeze(reference)
+        self._tail_state = checkpoint.freeze(tail)
+        self.register_state_dict_post_hook(checkpoint.drop_frozen)  # type: ignore[no-untyped-call]
         super().train(False)
 
     def _connect(self, worker: Worker) -> None:

@@ -37,6 +37,7 @@ def offload(
     calibration_batches: int = 256,
     run: Callable[[nn.Module, Any], Any] | None = None,
     device_index: int | None = None,
+    keep_reference: bool = False,
     **options: Any,
 ) -> NPUFrozenModule:
     """Compile a frozen submodule and swap it in place; the model's own code does not change.
@@ -59,6 +60,7 @@ def offload(
         calibration_batches: how many batches are run at most; fewer if they hold enough samples before.
         run: ``run(model, batch)`` for models that are neither called with a batch nor have a ``training_step``.
         device_index: which device, where the runtime has several.
+        keep_reference: keep the FP32 head in torch beside the artifact, frozen, for ``Prefetch(balance=...)``.
         **options: further options of :func:`compile_module`: ``recipe``, ``batch_size``, ``min_sqnr_db``, ...; and
             ``allow_residual`` of :func:`split_module`.
 
@@ -105,7 +107,9 @@ def offload(
         if artifact is None:
             source = {"module": made_from["module"], "submodule": submodule, "cut": cut, "key": key}
             artifact = _compile(head, path, calls, target, precision, source, options)
-    frozen = NPUFrozenModule(artifact, runtime=runtime, device_index=device_index, tail=tail)
+    frozen = NPUFrozenModule(
+        artifact, runtime=runtime, device_index=device_index, tail=tail, reference=head if keep_reference else None
+    )
     parameter = next(original.parameters(), None)
     if parameter is not None:
         frozen.to(device=parameter.device)

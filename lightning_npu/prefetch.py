@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_npu._lightning import pl
+from lightning_npu.balance import Balancer
 from lightning_npu.errors import InputError
 from lightning_npu.lookahead import Ahead, Depth, Inputs, Statistics, Tag, View, leaves, replace_leaves, view_of
 from lightning_npu.module import NPUFrozenModule
@@ -34,6 +35,10 @@ class Prefetch(pl.Callback):
             equals what the step passes, bit for bit.
         drop_inputs: leave tensors that feed frozen modules on the host, where the step uses them for nothing else.
         memory_bytes: what the batches ahead may hold in all under "auto"; default 1 GiB.
+        balance: "off"; "auto": where the accelerator is too slow, as many batches are encoded by the FP32 head in
+            torch as are needed to keep a step from becoming longer than without the accelerator; or the share of the
+            batches that the accelerator encodes. Mixes INT8 and FP32 features. Needs ``offload(keep_reference=True)``.
+        seed: which batches a share picks.
 
     Raises:
         InputError: a value of the wrong kind.
@@ -45,9 +50,13 @@ class Prefetch(pl.Callback):
         inputs: Inputs | None = None,
         drop_inputs: bool = False,
         memory_bytes: int = 1 << 30,
+        balance: float | str = "off",
+        seed: int = 0,
     ) -> None:
         self._options = (depth, memory_bytes)
         Depth(depth, memory_bytes=memory_bytes)  # refuse a wrong value where it was written
+        self._seed = seed
+        self.balancer = Balancer(balance, seed=seed)
         self.inputs, self.drop_inputs = inputs, drop_inputs
         self.statistics = Statistics()
         self._ahead: Ahead | None = None
@@ -77,7 +86,9 @@ class Prefetch(pl.Callback):
                 "be what the loader gave. Move the transform into the dataset, or describe it by Prefetch(inputs=...)."
             )
             return
-        self._ahead = Ahead(modules, Depth(self._options[0], memory_bytes=self._options[1]), inputs)
+        self.balancer = Balancer(self.balancer.balance, seed=self._seed)
+        depth = Depth(self._options[0], memory_bytes=self._options[1])
+        self._ahead = Ahead(modules, depth, inputs, self.balancer)
         self.statistics = self._ahead.statistics
         self._trainer = trainer
         self._patch(trainer.strategy, "process_dataloader", self._look_ahead)

@@ -108,6 +108,10 @@ class Pending:
         """Drop the batch if it did not start; whether it was dropped."""
         return self._job.future.cancel()
 
+    def remaining_s(self, batch_s: float) -> float:
+        """About how long until the result is there, if a batch takes the device ``batch_s`` seconds."""
+        return self._engine.remaining_s(self._job, batch_s)
+
     def inputs(self) -> Sequence[Tensor]:
         """What it is computed from; waits for a function that makes it.
 

@@ -1,0 +1,307 @@
+"""Asks frozen modules for the features of batches to come, and answers their calls from what was asked for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_npu.balance import Balancer
+from lightning_npu.errors import InputError, NPUError
+from lightning_npu.lookahead.depth import Depth
+from lightning_npu.lookahead.tags import Fetched, Request, Tag, Tags, edits
+from lightning_npu.worker import Pending
+
+if TYPE_CHECKING:
+    from lightning_npu.module import NPUFrozenModule
+
+log = logging.getLogger(__name__)
+
+Inputs = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
+
+
+@dataclass
+class Statistics:
+    """Counters of a look-ahead.
+
+    Attributes:
+        hits: calls answered from a request.
+        balanced: calls answered by the FP32 head in torch (see ``balance``).
+        misses: calls computed on the spot, by cause: "learning" (the call that taught a route), "not_a_batch_leaf",
+            "edited", "asked_twice", "beyond_reach" (known, but not requested for this batch), "differs" (``inputs``
+            gave something else than what was passed), "inputs_failed".
+        wait_s: seconds that calls waited for requested features.
+        queue_depth: batches that were asked for and not used yet, when the last batch was delivered.
+    """
+
+    hits: int = 0
+    balanced: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    wait_s: float = 0.0
+    queue_depth: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over calls of the device; 0 before the first."""
+        calls = self.hits + sum(self.misses.values())
+        return self.hits / calls if calls else 0.0
+
+
+class Ahead:
+    """What one look-ahead knows: its modules, the tags of host and device tensors, and the counters.
+
+    Args:
+        modules: the frozen modules to ask ahead for.
+        depth: how far.
+        inputs: for modules that are fed what is computed from a batch: maps a batch, as the loader gives it, to the
+            inputs of a module. See :class:`lightning_npu.Prefetch`.
+        balancer: who encodes which batch; default: the device encodes all.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, NPUFrozenModule],
+        depth: Depth,
+        inputs: Inputs | None = None,
+        balancer: Balancer | None = None,
+    ) -> None:
+        self.modules, self.depth = dict(modules), depth
+        self.balancer = balancer or Balancer("off")
+        if self.balancer.on:
+            _require_reference(self.modules)
+            self.depth.value = self.depth.most if self.depth.auto else self.depth.value
+        self.inputs = _by_module(self.modules, inputs)
+        self.host, self.device = Tags(), Tags()
+        self.statistics = Statistics()
+        self.current: Fetched | None = None
+        self.kept: set[int] = set()
+        self._numbers = 0
+        self._unfinished: list[Request] = []
+        self._warned: set[str] = set()
+        for module in self.modules.values():
+            module.attach(self)
+
+    def detach(self) -> None:
+        """Leave the modules as they were."""
+        for module in self.modules.values():
+            module.attach(None)
+        self.host.clear()
+        self.device.clear()
+        self.current = None
+
+    # ---- asking
+
+    def fetched(self, batch: Fetched) -> None:
+        """A batch was read from a loader."""
+        if not (batch.view.routes or self.inputs):
+            return  # nothing is known yet about what feeds the modules
+        self._numbers += 1
+        if self.balancer.balance == "auto":
+            batch.open = True
+        elif self.balancer.picks(self._numbers - 1):
+            self._ask(batch)
+        else:
+            batch.here = True
+
+    def plan(self, queue: Sequence[Fetched], step_s: float) -> None:
+        """Give the device, while it has room, the nearest batch that it can finish in time (``balance="auto"``).
+
+        Args:
+            queue: the batches to come, the next one first.
+            step_s: seconds between two batches.
+        """
+        if self.balancer.balance != "auto":
+            return
+        self._unfinished = [request for request in self._unfinished if not request.pending.done()]
+        room = 1 + sum(module.slots for module in self.modules.values()) - len(self._unfinished)
+        for place, batch in enumerate(queue):
+            if room <= 0:
+                break
+            if batch.open and self._ends_s() <= max(place, 0.5) * step_s:
+                self._ask(batch)
+                room -= 1
+
+    def deliver(self, batch: Fetched) -> None:
+        """A batch leaves the loader: its tensors are tagged until they are moved to the device."""
+        if batch.open:
+            batch.open, batch.here = False, True
+        if self.balancer.on:
+            self.balancer.count(here=batch.here)
+        self.statistics.queue_depth = len(batch.view.queue)
+        for leaf, tensor in enumerate(batch.found):
+            self.host.put(tensor, batch, leaf)
+
+    def _ask(self, batch: Fetched) -> None:
+        """Ask for all that is known to be needed of a batch; what goes wrong here, the call itself will tell."""
+        batch.open = False
+        label = f"batch {batch.index} of the loader (counted from 0)"
+        for name, module in self.modules.items():
+            if name in self.inputs and module.knows_inputs:
+                made = module.request_made(functools.partial(self.inputs[name], batch.value), label)
+                batch.requests.append(Request(module, None, made))
+            for route in batch.view.routes.get(id(module), ()):
+                try:
+                    tensors = [batch.found[leaf] for leaf in route]
+                    batch.requests.append(Request(module, route, module.request(tensors, label)))
+                except (NPUError, IndexError):
+                    log.debug("%s: not asked for ahead", label, exc_info=True)
+        if self.balancer.balance == "auto":
+            self._unfinished += batch.requests
+
+    def _ends_s(self) -> float:
+        """About how long until a batch would be ready if it were asked for now."""
+        waits = [request.module.remaining_s(request.pending) for request in self._unfinished]
+        return max(waits, default=0.0) + sum(module.batch_s for module in self.modules.values())
+
+    def moved(self, before: Sequence[Tag | None], after: Sequence[Tensor], to: Tags) -> None:
+        """Tag what became of tagged tensors, where it is an image of them."""
+        for tag, tensor in zip(before, after, strict=True):
+            if tag is not None and tensor.shape == tag.tensor.shape:
+                to.put(tensor, tag.batch, tag.leaf)
+                self.current = tag.batch
+
+    def keeps_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor was left on the host on purpose (see ``drop_inputs``)."""
+        return id(tensor) in self.kept
+
+    # ---- answering
+
+    def redeem(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> Pending | None:
+        """What was requested for these very tensors, or None: then the call is a miss."""
+        request, cause = self._find(module, tensors)
+        if request is None:
+            self.statistics.misses[cause] += 1
+            self._advise(cause)
+            return None
+        self.statistics.hits += 1
+        return request.pending
+
+    def encodes_here(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> bool:
+        """Whether the FP32 head in torch encodes these tensors: because their batch was kept, or would be late."""
+        if not self.balancer.on:
+            return False
+        tags = [self.device.get(tensor) or self.host.get(tensor) for tensor in tensors]
+        batch = next((tag.batch for tag in tags if tag is not None), self.current)
+        if batch is None:
+            return False
+        if batch.here:
+            self.statistics.balanced += 1
+            return True
+        mine = [request for request in batch.requests if request.module is module]
+        late = len(mine) == 1 and self.balancer.encode_again(module.remaining_s(mine[0].pending))
+        if late:
+            batch.requests.remove(mine[0])
+            mine[0].pending.cancel()
+            self.statistics.balanced += 1
+        return late
+
+    def waited(self, seconds: float, idle_s: float, batch_bytes: int) -> None:
+        """A requested batch was used, after waiting for it."""
+        self.statistics.wait_s += seconds
+        self.depth.bound(batch_bytes)
+        self.depth.step(self.statistics.wait_s, idle_s, time.monotonic())
+
+    def _find(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> tuple[Request | None, str]:
+        tags = [self.device.get(tensor) or self.host.get(tensor) for tensor in tensors]
+        known = [tag for tag in tags if tag is not None]
+        if len(known) < len(tags) or len({id(tag.batch) for tag in known}) != 1:
+            return self._find_by_value(module, tensors)
+        batch, route = known[0].batch, tuple(tag.leaf for tag in known)
+        call = (id(module), route)
+        if call in batch.answered:  # the result of the first call is the caller's, who may have edited it
+            return None, "asked_twice"
+        batch.answered.add(call)
+        request = next((r for r in batch.requests if r.module is module and r.route == route), None)
+        if request is None:
+            return None, "learning" if batch.view.learn(*call) else "beyond_reach"
+        batch.requests.remove(request)
+        edited = any(tag.passes != edits(tag.tensor) for tag in known) or not batch.unedited()
+        if edited:
+            request.pending.cancel()
+            return None, "edited"
+        return request, ""
+
+    def _find_by_value(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> tuple[Request | None, str]:
+        """Requests that ``inputs`` made hold what they were computed from; equal values have equal features."""
+        if not any(self.modules[name] is module for name in self.inputs):
+            return None, "not_a_batch_leaf"
+        if self.current is None or not any(r.module is module and r.route is None for r in self.current.requests):
+            return None, "beyond_reach"
+        for request in [r for r in self.current.requests if r.module is module and r.route is None]:
+            try:
+                made = request.pending.inputs()
+            except Exception as error:
+                log.warning("inputs(batch) failed, so nothing was asked for ahead: %r", error)
+                self.current.requests.remove(request)
+                return None, "inputs_failed"
+            if len(made) == len(tensors) and all(map(module.same_input, made, tensors)):
+                self.current.requests.remove(request)
+                return request, ""
+        return None, "differs"
+
+    def _advise(self, cause: str) -> None:
+        advice = _ADVICE.get(cause)
+        if advice is None or cause in self._warned:
+            return
+        self._warned.add(cause)
+        warnings.warn(f"{advice} Until then these batches are encoded on the spot: slower, never wrong.", stacklevel=5)
+
+
+_ADVICE = {
+    "not_a_batch_leaf": (
+        "An NPUFrozenModule is fed a tensor that is no tensor of the batch, so its features cannot be asked for ahead "
+        "of time. Compute it in the dataset or collate function, or say how it is made from the batch: "
+        "Prefetch(inputs=...) or a method npu_inputs(batch) of the LightningModule."
+    ),
+    "edited": (
+        "A batch tensor was edited in place between loading and the call of an NPUFrozenModule, so what was asked for "
+        "ahead of time is not used. Edit it in the dataset, or out of place."
+    ),
+    "inputs_failed": (
+        "The function that says what an NPUFrozenModule is fed (Prefetch(inputs=...)) failed; see the log."
+    ),
+    "differs": (
+        "What inputs(batch) gave differs from what the training step passed to the NPUFrozenModule. Make both the same "
+        "computation, without randomness."
+    ),
+}
+
+
+def _by_module(modules: Mapping[str, NPUFrozenModule], inputs: Inputs | None) -> dict[str, Callable[[Any], Any]]:
+    if inputs is None:
+        return {}
+    if callable(inputs):
+        if len(modules) != 1:
+            raise InputError(
+                "inputs is one function, but the model has not one frozen module.",
+                expected="a mapping from a module's name to a function of the batch",
+                got=f"modules {list(modules)}",
+                remedy="pass inputs={'encoder': function, ...}",
+            )
+        return {next(iter(modules)): inputs}
+    unknown = sorted(set(inputs) - set(modules))
+    if unknown:
+        raise InputError(
+            "inputs names modules that are not frozen modules of the model.",
+            expected=f"names of {list(modules)}",
+            got=unknown,
+        )
+    return dict(inputs)
+
+
+def _require_reference(modules: Mapping[str, NPUFrozenModule]) -> None:
+    without = [name for name, module in modules.items() if module.reference is None]
+    if without:
+        raise InputError(
+            "balance needs the FP32 head in torch, and some frozen modules do not have it.",
+            expected="a reference for each",
+            got=f"none for {without}",
+            remedy="offload(..., keep_reference=True), or NPUFrozenModule(..., reference=head)",
+        )

@@ -1,0 +1,88 @@
+"""Who encodes which batch: fixed and repeatable for a share, never slower than torch alone for "auto"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import make_encoder
+from hypothesis import given
+from hypothesis import strategies as st
+from test_prefetch import Policy, loader, make_trainer
+
+import lightning_npu as npu
+from lightning_npu.balance import Balancer
+from lightning_npu.runtimes import SimulatedRuntime
+
+
+@given(share=st.floats(0, 1), seed=st.integers(0, 99), batches=st.integers(1, 200))
+def test_a_share_is_kept_evenly_and_repeats(share: float, seed: int, batches: int) -> None:
+    def pick() -> list[bool]:
+        balancer = Balancer(share, seed=seed)
+        return [balancer.picks(number) for number in range(batches)]
+
+    chosen = pick()
+    assert chosen == pick()
+    for end in range(batches + 1):  # in every beginning, not only on the whole
+        assert abs(sum(chosen[:end]) - share * end) < 1 + 1e-9
+
+
+def test_seeds_pick_different_batches() -> None:
+    picks = {tuple(Balancer(0.5, seed=s).picks(n) for n in range(4)) for s in range(20)}
+    assert len(picks) == 2
+
+
+@pytest.mark.parametrize("balance", [-0.1, 1.5, "fast", True, None])
+def test_other_values_are_refused(balance: Any) -> None:
+    with pytest.raises(npu.InputError, match=r"balance is wrong(.|\n)*'off', 'auto', or a share"):
+        npu.Prefetch(balance=balance)
+
+
+def train(folder: Path, balance: Any, latency_s: float = 0.0, **options: Any) -> tuple[Policy, npu.Prefetch]:
+    pl.seed_everything(5, verbose=False)
+    runtime = SimulatedRuntime(make_encoder(), latency_s=latency_s, replay=True)
+    frozen = npu.NPUFrozenModule.from_runtime(runtime, reference=make_encoder())
+    policy = Policy(frozen)
+    prefetch = npu.Prefetch(balance=balance, **options)
+    make_trainer(folder, prefetch).fit(policy, loader())
+    frozen.close()
+    return policy, prefetch
+
+
+def test_the_reference_is_frozen_and_not_saved(tmp_path: Path) -> None:
+    policy, _ = train(tmp_path, 0.5)
+    names = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    assert names == ["head.weight", "head.bias"]
+    assert set(policy.state_dict()) == {"head.weight", "head.bias", "encoder._extra_state"}
+    policy.load_state_dict(policy.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.25, 1.0, "auto"])
+def test_with_equal_heads_the_training_is_the_same(tmp_path: Path, balance: Any) -> None:
+    plain, _ = train(tmp_path, "off")
+    balanced, prefetch = train(tmp_path, balance)
+    assert balanced.seen == plain.seen
+    assert torch.allclose(balanced.head.weight, plain.head.weight, atol=1e-6)
+    statistics = prefetch.statistics
+    assert statistics.hits + statistics.balanced + sum(statistics.misses.values()) == 20
+    if balance == 0.25:
+        assert 4 <= statistics.hits <= 5
+    if balance == 0.0:
+        assert statistics.hits == 0
+
+
+def test_a_fast_device_gets_everything_and_a_slow_one_what_it_can_do(tmp_path: Path) -> None:
+    _, fast = train(tmp_path, "auto", latency_s=0.0)
+    _, slow = train(tmp_path, "auto", latency_s=0.2)
+    assert fast.balancer.share >= 0.9
+    assert slow.balancer.share <= 0.6
+
+
+def test_balance_without_a_reference_says_how_to_keep_one(tmp_path: Path) -> None:
+    frozen = npu.NPUFrozenModule.from_runtime(SimulatedRuntime(make_encoder(), latency_s=0.0))
+    with pytest.raises(npu.InputError, match=r"needs the FP32 head(.|\n)*'encoder'(.|\n)*keep_reference=True"):
+        make_trainer(tmp_path, npu.Prefetch(balance="auto")).fit(Policy(frozen), loader())
+    frozen.close()
