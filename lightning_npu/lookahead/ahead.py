@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MARGIN = 1.25  # times vary: a batch that is late costs the training more than one that was not given
+
 Inputs = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
 
 
@@ -124,7 +126,7 @@ class Ahead:
         for place, batch in enumerate(queue):
             if room <= 0:
                 break
-            if batch.open and self._ends_s() <= max(place, 0.5) * step_s:
+            if batch.open and _MARGIN * self._ends_s() <= max(place, 0.5) * step_s:
                 self._ask(batch)
                 room -= 1
 
