@@ -60,7 +60,10 @@ _PACKAGES = {
 def _cpu() -> Finding:
     name = instruction_set()
     note = "U8S8 products are exact" if exact_u8s8() else "U8S8 products saturate: recipe 'faithful' uses U8U8"
-    return Finding("machine", "cpu", True, f"{name}, {available_cores()} cores; {note}")
+    cores = available_cores()
+    mine = max(1, cores // 2)
+    split = f"an artifact takes {mine}, and Prefetch leaves {max(1, cores - mine)} to torch when it trains on the CPU"
+    return Finding("machine", "cpu", True, f"{name}; {note}; {cores} cores: {split}")
 
 
 def _gpu() -> Finding:

@@ -192,6 +192,11 @@ class NPUFrozenModule(nn.Module):
         """Batches that the device runs at once; opens it."""
         return self._worker.runtime.slots
 
+    @property
+    def host_threads(self) -> int:
+        """Threads of this machine's processor that the device keeps busy; opens it."""
+        return self._worker.runtime.host_threads
+
     def remaining_s(self, pending: Pending) -> float:
         """About how long until a requested batch is ready, by the mean time of the batches before it."""
         return pending.remaining_s(self.batch_s)

@@ -14,6 +14,7 @@ from lightning_npu.balance import Balancer
 from lightning_npu.errors import InputError
 from lightning_npu.lookahead import Ahead, Depth, Inputs, Statistics, Tag, View, leaves, replace_leaves, view_of
 from lightning_npu.module import NPUFrozenModule
+from lightning_npu.runtimes.cpu import available_cores
 
 
 class Prefetch(pl.Callback):
@@ -24,6 +25,9 @@ class Prefetch(pl.Callback):
     does what is trained: the order of batches, random numbers and every other callback see what they would see
     without. A requested result is used only for the very tensor it was computed from, unedited, or for its image on
     the training device; everything else is computed on the spot.
+
+    Where torch trains on the CPU and the artifact runs there too, the cores are split: the artifact keeps its threads
+    (half of the cores by default), torch gets the rest while the callback is installed.
 
     Args:
         depth: how many batches to ask for ahead; "auto" starts at 2 and grows up to 8 where the times vary, within
@@ -63,6 +67,7 @@ class Prefetch(pl.Callback):
         self._views: list[View] = []
         self._patched: list[tuple[Any, str, Any]] = []
         self._trainer: Any = None
+        self._torch_threads: int | None = None
 
     @property
     def depth(self) -> int:
@@ -91,6 +96,8 @@ class Prefetch(pl.Callback):
         self._ahead = Ahead(modules, depth, inputs, self.balancer)
         self.statistics = self._ahead.statistics
         self._trainer = trainer
+        if trainer.strategy.root_device.type == "cpu":
+            self._split_cores(modules)
         self._patch(trainer.strategy, "process_dataloader", self._look_ahead)
         self._patch(trainer.precision_plugin, "convert_input", self._convert)
         self._patch(trainer.strategy, "batch_to_device", self._move)
@@ -103,6 +110,14 @@ class Prefetch(pl.Callback):
         """Leave everything as it was: Lightning calls no teardown after errors and Ctrl-C."""
         self._remove()
 
+    def _split_cores(self, modules: dict[str, NPUFrozenModule]) -> None:
+        """Leave the cores on which artifacts run alone: two pools that share cores are slower than one after another."""
+        busy = max((module.host_threads for module in modules.values()), default=0)
+        threads = max(1, available_cores() - busy)
+        if busy and threads < torch.get_num_threads():
+            self._torch_threads = torch.get_num_threads()
+            torch.set_num_threads(threads)
+
     def _patch(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         wrapper = functools.partial(around, getattr(owner, name))
         setattr(owner, name, wrapper)
@@ -113,6 +128,9 @@ class Prefetch(pl.Callback):
             owner, name, wrapper = self._patched.pop()
             if vars(owner).get(name) is wrapper:  # somebody may have patched on top
                 del owner.__dict__[name]
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)
+            self._torch_threads = None
         for view in self._views:
             view.retire()
         _unwrap(self._trainer, self._views)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import json
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +25,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lightning_npu as npu
 from lightning_npu.lookahead import View
 from lightning_npu.runtimes import SimulatedRuntime
+from lightning_npu.runtimes.cpu import available_cores
+from lightning_npu.worker import THREAD_NAME
 
 IMAGES = make_images(40, seed=2)
 TARGETS = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
@@ -377,24 +382,71 @@ def test_errors_and_ctrl_c_leave_everything_as_it_was(tmp_path: Path, error: Bas
     frozen.close()
 
 
-def test_a_device_error_names_the_batch_and_the_device(tmp_path: Path) -> None:
+def raises(results: Any) -> Any:
+    raise OSError("link down")
+
+
+def wrong_shape(results: Any) -> Any:
+    return [result[:, :1] for result in results]
+
+
+def not_a_number(results: Any) -> Any:
+    results[0][0] = float("nan")
+    return results
+
+
+def one_output_too_few(results: Any) -> Any:
+    return results[:1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (raises, "failed on simulated device.*link down"),
+        (wrong_shape, "answered with other shapes"),
+        (one_output_too_few, "answered with other shapes"),
+        (not_a_number, "answered NaN in output 'output_0'"),
+    ],
+)
+def test_a_device_error_names_the_batch_and_the_device(tmp_path: Path, fault: Any, message: str) -> None:
     frozen, runtime = simulated()
     trainer = make_trainer(tmp_path, npu.Prefetch(2))
-    original = runtime._compute
-    calls: list[int] = []
+    original, calls = runtime._compute, itertools.count()
 
-    def breaks(inputs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 6:
-            raise OSError("link down")
-        return original(inputs)
+    def faulty(inputs: Any) -> Any:
+        results = original(inputs)
+        return fault(results) if next(calls) == 5 else results
 
-    runtime._compute = breaks  # type: ignore[method-assign]
+    runtime._compute = faulty  # type: ignore[method-assign]
     with pytest.raises(
-        npu.DeviceError, match=r"batch 5 of the loader .*'simulated' failed on simulated device.*link down"
+        npu.DeviceError, match=rf"batch 5 of the loader (.|\n)*'simulated' (on simulated device)?.*{message}"
     ):
         trainer.fit(Policy(frozen), loader(shuffle=False))
+    assert "batch_to_device" not in vars(trainer.strategy)
     frozen.close()
+
+
+def test_a_device_that_hangs_ends_the_training_and_not_the_process(tmp_path: Path) -> None:
+    runtime = SimulatedRuntime(make_encoder(), latency_s=0.0)
+    frozen = npu.NPUFrozenModule.from_runtime(runtime, timeout_s=0.3)
+    trainer = make_trainer(tmp_path, npu.Prefetch(2))
+    original, calls, driver = runtime._compute, itertools.count(), threading.Event()
+
+    def hangs(inputs: Any) -> Any:
+        if next(calls) == 5:
+            driver.wait(60)
+        return original(inputs)
+
+    runtime._compute = hangs  # type: ignore[method-assign]
+    named = r"'simulated' on simulated device .* hangs: batch 5 of the loader(.|\n)*within 0.3 s"
+    with pytest.raises(npu.DeviceError, match=named):
+        trainer.fit(Policy(frozen), loader(shuffle=False))
+    frozen.close()  # does not wait for what hangs
+    driver.set()  # the driver comes back: the thread releases the device and ends
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREAD_NAME):
+            thread.join(60)
+    assert runtime._closed.is_set()
 
 
 def test_a_loader_of_the_users_own_container_is_given_back(tmp_path: Path) -> None:
@@ -517,6 +569,44 @@ class Counts(Policy):
     def on_train_end(self) -> None:
         path = Path(self.trainer.default_root_dir) / f"rank{self.global_rank}"
         path.write_text(json.dumps(sorted(entry[0] for entry in self.seen)))
+
+
+def test_cores_are_split_between_the_artifact_and_torch(tmp_path: Path, compiled: npu.Artifact) -> None:
+    frozen = npu.NPUFrozenModule(compiled.path, runtime_options={"threads": max(1, available_cores() - 1)})
+    seen: list[int] = []
+
+    class Looks(Policy):
+        def on_train_start(self) -> None:
+            seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(available_cores())
+    try:
+        make_trainer(tmp_path, npu.Prefetch(2), max_epochs=1).fit(Looks(frozen), loader())
+        assert torch.get_num_threads() == available_cores()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
+    frozen.close()
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    frozen, _ = simulated()
+    sizes: list[int] = []
+
+    class Grows(Policy):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            if self.trainer.global_step in (1000, 9999):
+                gc.collect()
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                sizes.append(pages * 4096)
+            return self.head(self.encode(batch)).square().mean()
+
+    make_trainer(tmp_path, npu.Prefetch(), max_epochs=1000, max_steps=10_000).fit(Grows(frozen), loader())
+    frozen.close()
+    assert len(sizes) == 2
+    assert sizes[1] - sizes[0] < 16 << 20
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ class Runtime(ABC):
         outputs: what it gives, in order.
         fingerprint: identity of what it computes; equal fingerprints give equal features.
         device: the device it runs on, in words for logs.
+        host_threads: threads of this machine's processor that a call keeps busy; 0 for devices of their own.
         signature: how the module that it stands for is called; None: its inputs, by position.
         structure: what that module returns; None: the one output, or a tuple of all.
     """
@@ -46,6 +47,7 @@ class Runtime(ABC):
     outputs: tuple[TensorSpec, ...]
     fingerprint: str
     device: str
+    host_threads: int = 0
     signature: CallSignature | None = None
     structure: Node | None = None
 

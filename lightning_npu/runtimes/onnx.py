@@ -60,7 +60,7 @@ class OnnxRuntime(Runtime):
                 f"Runtime 'onnx' needs the package onnxruntime, which cannot be imported: {error}.", remedy=_INSTALL
             ) from error
         self.inputs, self.outputs, self.fingerprint = tuple(inputs), tuple(outputs), fingerprint
-        self.threads = threads or max(1, available_cores() // 2)
+        self.threads = self.host_threads = threads or max(1, available_cores() // 2)
         self.device = f"CPU ({instruction_set()}, {self.threads} thread{'s' * (self.threads > 1)})"
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
