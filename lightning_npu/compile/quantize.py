@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from lightning_npu.compile.calibrate import calibrate
-from lightning_npu.compile.insert import WeightType, insert_qdq, prepare, quiet
+from lightning_npu.compile.insert import WeightType, insert_qdq, prepare
 from lightning_npu.compile.qdq import QuantizedGraph
 from lightning_npu.compile.ranges import least_error_ranges
 from lightning_npu.compile.rounding import WeightRounding
@@ -106,7 +106,7 @@ def quantize_onnx(
             raise CompileError(f"There is no {option} '{value}'.", expected=f"one of {list(allowed)}", got=repr(value))
     instruction_set = instruction_set or this_instruction_set()
     weights = _weights(recipe, instruction_set)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch, quiet():
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         model = prepare(source, Path(scratch) / "prepared.onnx")
         batches = list(calibration)
         extremes = calibrate(model, batches)
