@@ -46,8 +46,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--encoder", choices=("stage1", "random"), default="stage1", help="random: the control (default: %(default)s)")
     add("--recipe", choices=("faithful", "fast"), default="faithful", help="of the INT8 build (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the training (default: %(default)s)")
-    add("--demos", type=int, default=100, help="environment seeds for demonstrations (default: %(default)s)")
-    add("--steps", type=int, default=1400, help="training steps (default: %(default)s)")
+    add("--demos", type=int, default=200, help="environment seeds for demonstrations (default: %(default)s)")
+    add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
     add("--batch-size", type=int, default=32, help="default: %(default)s")
     add("--episodes", type=int, default=50, help="rollouts (default: %(default)s)")
     add("--first-episode", type=int, default=FIRST_EPISODE, help="first environment seed (default: %(default)s)")
@@ -91,7 +91,7 @@ def offload(model: BehaviourCloning, data: Demonstrations, args: argparse.Namesp
     }
 
 
-def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace, checkpoint: Path) -> float:
+def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace, folder: Path) -> float:
     """Train the action expert and keep the result; returns the seconds it took."""
     L.seed_everything(args.seed)  # from here on all conditions draw the same numbers
     assert data.frames is not None
@@ -101,7 +101,7 @@ def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace,
         max_steps=args.steps,
         max_epochs=math.ceil(args.steps / (len(data.frames) // args.batch_size)),
         gradient_clip_val=1.0,
-        logger=CSVLogger(args.cache, name="logs"),
+        logger=CSVLogger(folder, name="logs"),
         log_every_n_steps=20,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -109,7 +109,7 @@ def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace,
     began = time.perf_counter()
     trainer.fit(model, datamodule=data)
     seconds = time.perf_counter() - began
-    with whole_file(checkpoint) as temporary:
+    with whole_file(folder / "policy.ckpt") as temporary:
         trainer.save_checkpoint(temporary, weights_only=True)
     return seconds
 
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"reusing {checkpoint}; --retrain trains again")
         model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
     else:
-        seconds = fit(model, data, args, checkpoint)
+        seconds = fit(model, data, args, folder)
         write_json(timing, {"training_s": seconds, "samples_per_s": args.steps * args.batch_size / seconds})
 
     seeds = range(args.first_episode, args.first_episode + args.episodes)
