@@ -279,7 +279,7 @@ def test_table_pairs_a_run_with_the_fp32_run_of_the_same_settings_only() -> None
         fidelity = {} if offload == "none" else {"k": {"sqnr_db": 30.25, "cosine": 1.0, "max_abs_error": 0.0}}
         base = {"task": "t", "seed": 0, "steps": 10, "demos": 2, "episode_seeds": [100_000, 10], "fidelity": fidelity}
         solved = [offload == "none" or i > 0 for i in range(10)]
-        timing = {"samples_per_s": 100.0, "training_s": 3.0}
+        timing = {"samples_per_s": 100.0, "training_s": 3.0, "training_cpu_s": 4.0}
         return {**base, "offload": offload, "encoder": encoder, "solved": solved, **timing, **other}
 
     none, ours, control, other = result("none"), result("L4"), result("none", "random"), result("L4", seed=1)
@@ -373,3 +373,8 @@ def test_smoke_run_from_demonstrations_to_rollouts(tmp_path: Path, monkeypatch: 
     assert again["solved"] == first["solved"]
     assert again["episode_steps"] == first["episode_steps"]
     assert again["training_s"] == first["training_s"]
+
+    (checkpoint,) = tmp_path.glob("runs/*/policy.ckpt")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(AssertionError, match="not made again"):  # a broken policy is trained again, not loaded
+        train.run(train.parse(arguments))
