@@ -135,9 +135,10 @@ class PaperEncoder(nn.Module):
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module) -> None:
+def _initialise(model: PaperEncoder) -> None:
+    """As DETR and ACT do: He for the backbone, torch's default for the projection, Xavier for the Transformer."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and module is not model.project:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
