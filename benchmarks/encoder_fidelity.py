@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from least_error import least_error_ranges
 from paper_encoder import MAX_LAYERS, SIZES, WIDTH, encoder
 from photographs import CALIBRATION, TEST, crops
 
@@ -25,7 +26,7 @@ from lightning_npu.compile.fidelity import OutputFidelity, measure
 from lightning_npu.compile.insert import OPERATORS, WeightType, insert_qdq, prepare
 from lightning_npu.compile.qdq import QuantizedGraph
 from lightning_npu.compile.quantize import quantize_onnx
-from lightning_npu.compile.ranges import least_error_ranges
+from lightning_npu.compile.rewrite import biases_into_products, keep_scores_in_float
 from lightning_npu.compile.rounding import WeightRounding
 from lightning_npu.runtimes.cpu import exact_u8s8, instruction_set
 from lightning_npu.runtimes.onnx import OnnxRuntime
@@ -33,7 +34,7 @@ from lightning_npu.tensor_spec import TensorSpec
 
 BATCH = 4
 Batches = list[Mapping[str, np.ndarray]]
-S8, S8_REDUCED, U8 = WeightType(True, False), WeightType(True, True), WeightType(False, False)
+S8, S8_REDUCED = WeightType(signed=True, reduce_range=False), WeightType(signed=True, reduce_range=True)
 PRODUCTS = ("Conv", "Gemm", "MatMul", "Relu", "MaxPool", "Reshape", "Transpose")
 
 
@@ -49,9 +50,10 @@ class Bench:
     scratch: Path
 
     def __post_init__(self) -> None:
-        self.model = prepare(self.source, self.scratch / "prepared.onnx")
+        self.plain = prepare(self.source, self.scratch / "prepared.onnx")
+        self.model = biases_into_products(self.plain)
         self.extremes = calibrate(self.model, self.calibration)
-        self.least = least_error_ranges(self.model, self.calibration, self.extremes, 256)
+        self.plain_extremes = calibrate(self.plain, self.calibration)
         self.rounding = WeightRounding(self.model)
         self.rounding.observe(self.calibration)
 
@@ -64,17 +66,22 @@ class Bench:
 
     def by_hand(
         self,
-        ranges: Mapping[str, tuple[float, float]],
-        weights: WeightType = S8,
+        ranges: Mapping[str, tuple[float, float]] | None = None,
         *,
-        rounding: bool = False,
+        weights: WeightType = S8,
+        biases: bool = True,
+        scores: bool = True,
+        rounding: bool = True,
         per_channel: bool = True,
         operators: tuple[str, ...] = OPERATORS,
     ) -> Path:
         """A file quantised with some remedies and without others."""
-        model = insert_qdq(self.model, ranges, weights, "a8w8", per_channel=per_channel, operators=operators)
+        source, extremes = (self.model, self.extremes) if biases else (self.plain, self.plain_extremes)
+        model = insert_qdq(source, ranges or extremes, weights, "a8w8", per_channel=per_channel, operators=operators)
         if rounding:
             self.rounding.apply(model, largest=weights.largest)
+        if scores:
+            keep_scores_in_float(model)
         target = self.scratch / "by_hand.onnx"
         onnx.save(model, target)
         return target
@@ -113,30 +120,33 @@ class _Reader:
 
 def remedies(bench: Bench, *, histograms: bool) -> dict[str, Callable[[], Path]]:
     """Name of each row, and what makes its file."""
+    by_hand = bench.by_hand
+    plain = {"biases": False, "scores": False, "rounding": False}
     rows: dict[str, Callable[[], Path]] = {
-        "min-max, a scale per tensor": lambda: bench.by_hand(bench.extremes, per_channel=False),
-        "min-max, a scale per channel": lambda: bench.by_hand(bench.extremes),
-    }
-    if histograms:
-        rows["percentile 99.99 (ONNX Runtime)"] = lambda: bench.by_hand(bench.onnxruntime_ranges("Percentile"))
-        rows["entropy (ONNX Runtime)"] = lambda: bench.by_hand(bench.onnxruntime_ranges("Entropy"))
-    rows |= {
-        "least-error ranges": lambda: bench.by_hand(bench.least),
-        "min-max + second-order rounding": lambda: bench.by_hand(bench.extremes, rounding=True),
-        "**faithful** (least-error ranges + second-order rounding)": lambda: bench.package(recipe="faithful"),
-        "faithful, only products and what lies between in 8 bits": lambda: bench.by_hand(
-            bench.least, rounding=True, operators=PRODUCTS
-        ),
-        "faithful, calibrated on 8 images": lambda: bench.package(bench.calibration[: 8 // BATCH]),
-        "faithful where there is no VNNI (uint8 weights)": lambda: bench.package(instruction_set="x86_64-avx2"),
+        "min-max, a scale per tensor": lambda: by_hand(**plain, per_channel=False),
+        "min-max, a scale per channel": lambda: by_hand(**plain),
+        "+ biases in the accumulator": lambda: by_hand(scores=False, rounding=False),
+        "+ attention scores unrounded": lambda: by_hand(rounding=False),
+        "+ second-order rounding = **faithful**": lambda: bench.package(recipe="faithful"),
         "**fast**": lambda: bench.package(recipe="fast"),
+        "faithful where there is no VNNI (uint8 weights)": lambda: bench.package(instruction_set="x86_64-avx2"),
         "fast where there is no VNNI (7-bit weights)": lambda: bench.package(
             recipe="fast", instruction_set="x86_64-avx2"
         ),
-        "min-max, 7-bit weights": lambda: bench.by_hand(bench.extremes, S8_REDUCED),
-        "min-max, uint8 weights": lambda: bench.by_hand(bench.extremes, U8),
-        "faithful, a16w8": lambda: bench.package(precision="a16w8"),
+        "7-bit weights without the remedies": lambda: by_hand(weights=S8_REDUCED, **plain),
+        "faithful with least-error ranges": lambda: by_hand(
+            least_error_ranges(bench.model, bench.calibration, bench.extremes, 256)
+        ),
+        "faithful with ranges 20 % wider": lambda: by_hand(
+            {name: (1.2 * low, 1.2 * high) for name, (low, high) in bench.extremes.items()}
+        ),
+        "faithful, sums and norms in float": lambda: by_hand(operators=PRODUCTS),
+        "faithful, calibrated on 8 images": lambda: bench.package(bench.calibration[: 8 // BATCH]),
+        "faithful, **a16w8**": lambda: bench.package(precision="a16w8"),
     }
+    if histograms:
+        rows["faithful with percentile 99.99"] = lambda: by_hand(bench.onnxruntime_ranges("Percentile"))
+        rows["faithful with entropy ranges"] = lambda: by_hand(bench.onnxruntime_ranges("Entropy"))
     return rows
 
 

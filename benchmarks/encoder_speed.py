@@ -9,6 +9,8 @@ medians in milliseconds and ratios to torch eager, and writes outputs/encoder_sp
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -51,6 +53,15 @@ def specs(cut: int, size: tuple[int, int]) -> tuple[list, list]:
     return [TensorSpec("image", (None, 3, *size))], [TensorSpec("tokens", (None, tokens, WIDTH))]
 
 
+@functools.cache
+def _code_version() -> str:
+    """Changes when the code that makes the files does, so that no stale file is measured."""
+    import lightning_npu.compile
+
+    sources = sorted(Path(lightning_npu.compile.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
+
+
 def file(kind: str, cut: int, side: str) -> Path:
     """The ONNX file of one kind; made when it is not there yet."""
     from paper_encoder import encoder
@@ -60,7 +71,7 @@ def file(kind: str, cut: int, side: str) -> Path:
     from lightning_npu.compile.quantize import quantize_onnx
     from lightning_npu.runtimes.cpu import instruction_set
 
-    target = FILES / f"L{cut}_{side}_{kind}_{instruction_set()}.onnx"
+    target = FILES / f"L{cut}_{side}_{kind}_{instruction_set()}_{_code_version()}.onnx"
     if target.exists():
         return target
     FILES.mkdir(parents=True, exist_ok=True)

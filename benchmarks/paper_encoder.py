@@ -174,7 +174,7 @@ def encoder(weights: str, layers: int, size: tuple[int, int], *, every_cut: bool
     return model.eval().requires_grad_(False)
 
 
-def pretrain(target: Path, *, schedule: tuple[tuple[int, int, int], ...] = ((112, 48, 450), (224, 16, 80))) -> None:
+def pretrain(target: Path, *, schedule: tuple[tuple[int, int, int], ...] = ((112, 32, 320), (224, 16, 60))) -> None:
     """Train on a pretext task, which photograph and which rotation, and keep the weights.
 
     Args:
