@@ -64,7 +64,7 @@ def main() -> None:
     )
     trainer = L.Trainer(
         max_steps=args.steps,
-        accelerator="auto",
+        devices=1,
         precision=args.precision,
         gradient_clip_val=1.0,
         log_every_n_steps=20,
@@ -83,6 +83,7 @@ def main() -> None:
         "batch_size": args.batch_size,
         "precision": args.precision,
         "seed": args.seed,
+        "threads": torch.get_num_threads(),
         "final_loss": round(float(trainer.callback_metrics["loss"]), 4),
         "training_seconds": round(seconds),
         "torch": torch.__version__,

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-DEBIAN_PACKAGES = ("libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libosmesa6")
-"""What Debian and Ubuntu need for rendering in software, without a display and without a GPU."""
+DEBIAN_PACKAGES = ("libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libopengl0")
+"""What EGL in software needs on Debian and Ubuntu; PyOpenGL, which MuJoCo calls it through, wants libopengl0."""
 
 BACKENDS = ("egl", "osmesa")
 """In order of preference: EGL renders two to three times as fast as OSMesa in software."""

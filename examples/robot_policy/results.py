@@ -26,7 +26,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     """All ``result.json`` below ``folder``, in the order of their conditions."""
     order = ("none", "L0", "L1", "L2", "L3", "L4")
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))]
-    return sorted(found, key=lambda r: (r["task"], r["seed"], r["encoder"] != "stage1", order.index(r["offload"])))
+    keys = ("task", "demos", "steps", "episode_seeds", "seed")
+    return sorted(found, key=lambda r: ([r[key] for key in keys], r["encoder"] != "stage1", order.index(r["offload"])))
 
 
 def label(result: dict[str, Any]) -> str:
@@ -53,7 +54,10 @@ def percent(value: float, signed: bool = False) -> str:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """A Markdown table, one row a run, differences paired over the same environment seeds."""
     rows = [
-        ("task", "seed", "encoder", "success", "95 %", "difference to FP32", "samples/s", "training s", "worst SQNR dB")
+        (
+            *("task", "demos", "steps", "seed", "encoder", "episodes", "success", "95 %", "difference to FP32"),
+            *("samples/s", "training s", "CPU s", "worst SQNR dB"),
+        )
     ]
     for result in results:
         solved = result["solved"]
@@ -67,13 +71,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         rows.append(
             (
                 result["task"],
+                str(result["demos"]),
+                str(result["steps"]),
                 str(result["seed"]),
                 label(result),
+                f"from {result['episode_seeds'][0]}",
                 f"{sum(solved)}/{len(solved)} = {percent(sum(solved) / len(solved))} %",
                 f"{percent(low)}-{percent(high)}",
                 difference,
-                f"{result['samples_per_s']:.0f}" if result["samples_per_s"] else "",
-                f"{result['training_s']:.0f}" if result["training_s"] else "",
+                f"{result['samples_per_s']:.0f}",
+                f"{result['training_s']:.0f}",
+                f"{result['training_cpu_s']:.0f}",
                 "" if worst is None else f"{worst:.1f}",
             )
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 import warnings
 from dataclasses import asdict
@@ -37,6 +38,14 @@ FIRST_EPISODE = 100_000
 """Environment seeds from here on are for the evaluation alone. Whoever tunes something uses --first-episode 50000."""
 
 
+CHECKPOINT, TIMING = "policy.ckpt", "training.json"
+
+
+def half_the_cores() -> int:
+    """Threads for torch: the runtime takes the other half of the cores, and threads that wait for a core slow all."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,12 +55,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--encoder", choices=("stage1", "random"), default="stage1", help="random: the control (default: %(default)s)")
     add("--recipe", choices=("faithful", "fast"), default="faithful", help="of the INT8 build (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the training (default: %(default)s)")
-    add("--demos", type=int, default=100, help="environment seeds for demonstrations (default: %(default)s)")
-    add("--steps", type=int, default=1400, help="training steps (default: %(default)s)")
+    add("--demos", type=int, default=200, help="environment seeds for demonstrations (default: %(default)s)")
+    add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
     add("--batch-size", type=int, default=32, help="default: %(default)s")
     add("--episodes", type=int, default=50, help="rollouts (default: %(default)s)")
     add("--first-episode", type=int, default=FIRST_EPISODE, help="first environment seed (default: %(default)s)")
     add("--processes", type=int, default=2, help="for recording and for rolling out (default: %(default)s)")
+    add("--threads", type=int, default=half_the_cores(), help="of torch in training (default: %(default)s here)")
     add("--cache", type=Path, default=Path("outputs"), help="folder for everything (default: %(default)s)")
     add("--retrain", action="store_true", help="train even where the trained policy is in the cache")
     return parser.parse_args(arguments)
@@ -71,9 +81,10 @@ def build_encoder(kind: str, data: Demonstrations) -> VisualEncoder:
     return encoder.eval()
 
 
-def offload(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace) -> dict[str, Any]:
-    """Swap the model's encoder for its INT8 build; returns the fidelity of each output."""
-    name = f"{args.task}-{args.demos}-{args.encoder}-{args.offload}-{args.recipe}-seed{args.seed}"
+def offload(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace) -> npu.Artifact:
+    """Swap the model's encoder for its INT8 build, which is compiled unless the cache has it."""
+    weights = sha256_of(STAGE1_FILE)[:8] if args.encoder == "stage1" else "random"
+    name = f"{args.task}-{args.demos}-{weights}-{args.offload}-{args.recipe}-seed{args.seed}"
     encoder = npu.offload(  # one line, and the encoder runs outside of torch
         model,
         "encoder",
@@ -84,34 +95,52 @@ def offload(model: BehaviourCloning, data: Demonstrations, args: argparse.Namesp
         min_sqnr_db=20.0 if args.encoder == "stage1" else None,  # random weights amplify rounding
         output=args.cache / "artifacts" / f"{name}.npu",
     )
-    fidelity = encoder.artifact.fidelity
-    return {
-        output: {"sqnr_db": f.sqnr_db, "cosine": f.cosine, "max_abs_error": f.max_abs_error}
-        for output, f in fidelity.items()
-    }
+    assert encoder.artifact is not None
+    return encoder.artifact
 
 
-def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace, checkpoint: Path) -> float:
-    """Train the action expert and keep the result; returns the seconds it took."""
+def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Train the action expert and keep it; returns the time it took: by the clock, and of all threads together."""
     L.seed_everything(args.seed)  # from here on all conditions draw the same numbers
+    torch.set_num_threads(args.threads)
     assert data.frames is not None
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # the encoder, on purpose
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch and Lightning's matter
     trainer = L.Trainer(
+        devices=1,
         max_steps=args.steps,
         max_epochs=math.ceil(args.steps / (len(data.frames) // args.batch_size)),
         gradient_clip_val=1.0,
-        logger=CSVLogger(args.cache, name="logs"),
+        logger=CSVLogger(folder, name="logs"),
         log_every_n_steps=20,
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     trainer.fit(model, datamodule=data)
-    seconds = time.perf_counter() - began
-    with whole_file(checkpoint) as temporary:
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    samples = args.steps * args.batch_size
+    timing = {"training_s": seconds, "training_cpu_s": cpu_seconds, "samples_per_s": samples / seconds}
+    write_json(folder / TIMING, timing)
+    with whole_file(folder / CHECKPOINT) as temporary:
         trainer.save_checkpoint(temporary, weights_only=True)
-    return seconds
+    return timing
+
+
+def restore(model: BehaviourCloning, folder: Path) -> dict[str, float] | None:
+    """Load the policy that ``fit`` left in ``folder`` and return its timing; None where it is absent or damaged."""
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return None
+    try:
+        weights = torch.load(path, weights_only=True)["state_dict"]
+        timing: dict[str, float] = json.loads((folder / TIMING).read_text())
+    except Exception as broken:  # whatever is wrong with a cache, the remedy is the same
+        print(f"{path} is damaged ({broken}); training again")
+        return None
+    model.load_state_dict(weights)
+    print(f"reusing {path}; --retrain trains again")
+    return timing
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -137,24 +166,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "steps": args.steps,
         "batch_size": args.batch_size,
     }
+    fidelity: dict[str, Any] = {}
+    if args.offload != "none":
+        artifact = offload(model, data, args)
+        settings["artifact"] = artifact.fingerprint  # features of another build are not what the expert was trained on
+        fidelity = {name: asdict(figures) for name, figures in artifact.fidelity.items()}
     name = f"{args.task}-{args.offload}-{args.encoder}-seed{args.seed}-{fingerprint(settings)}"
     folder = args.cache / "runs" / name
-    fidelity = {} if args.offload == "none" else offload(model, data, args)
 
-    checkpoint, timing = folder / "policy.ckpt", folder / "training.json"
-    if checkpoint.exists() and not args.retrain:
-        print(f"reusing {checkpoint}; --retrain trains again")
-        model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
-    else:
-        seconds = fit(model, data, args, checkpoint)
-        write_json(timing, {"training_s": seconds, "samples_per_s": args.steps * args.batch_size / seconds})
+    timing = None if args.retrain else restore(model, folder)
+    if timing is None:
+        timing = fit(model, data, args, folder)
 
     seeds = range(args.first_episode, args.first_episode + args.episodes)
     began = time.perf_counter()
     outcomes = evaluate(model, args.task, seeds, args.processes)
     result = {
         **settings,
-        **json.loads(timing.read_text()),
+        **timing,
         "evaluation_s": time.perf_counter() - began,
         "episode_seeds": [args.first_episode, args.episodes],
         "solved": [outcome.solved for outcome in outcomes],

@@ -57,7 +57,7 @@ def export_onnx(
     """Write a module as one ONNX file and compare the file with torch.
 
     Args:
-        module: takes tensors positionally and returns a tuple of tensors; on the CPU.
+        module: takes tensors positionally and returns a tensor or a tuple of tensors; on the CPU.
         example_inputs: what it takes; any batch size.
         path: the ONNX file to write; appears only once it was checked.
         inputs: one per input; None in a shape marks a dynamic batch.

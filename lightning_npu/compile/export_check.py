@@ -78,7 +78,7 @@ def compare_with_torch(
     """Run the file by ONNX Runtime FP32 and the module by torch on the same inputs.
 
     Args:
-        module: takes tensors, returns a tuple of tensors.
+        module: takes tensors, returns a tensor or a tuple of tensors.
         example: inputs from which those of other batch sizes are made.
         path: the ONNX file.
         inputs: one per input.
@@ -98,7 +98,9 @@ def compare_with_torch(
     batches = tuple(check_batches) or ((own,) if own is not None else ())
     for batch in batches or (None,):
         tensors = example if batch is None else with_samples(example, inputs, batch)
-        for spec, expected, actual in zip(outputs, module(*tensors), runtime.run(tensors), strict=True):
+        result = module(*tensors)
+        expected_outputs = (result,) if isinstance(result, Tensor) else result
+        for spec, expected, actual in zip(outputs, expected_outputs, runtime.run(tensors), strict=True):
             error, scale = _difference(expected, actual)
             errors[spec.name] = max(errors[spec.name], error)
             relative[spec.name] = max(relative[spec.name], error / scale)

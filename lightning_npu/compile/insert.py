@@ -57,10 +57,12 @@ def prepare(source: Path, scratch: Path) -> onnx.ModelProto:
     from onnxruntime.quantization import quant_pre_process
 
     try:
-        quant_pre_process(str(source), str(scratch))
+        with _quiet():
+            quant_pre_process(str(source), str(scratch))
     except Exception as error:  # symbolic shape inference does not know every operator
         try:
-            quant_pre_process(str(source), str(scratch), skip_symbolic_shape=True)
+            with _quiet():
+                quant_pre_process(str(source), str(scratch), skip_symbolic_shape=True)
         except Exception:
             raise CompileError(
                 f"The graph cannot be prepared for quantisation: {error}",
@@ -107,20 +109,21 @@ def insert_qdq(
     excluded = [node.name for node in model.graph.node if masks.intersection((*node.input, *node.output))]
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    quantizer = QDQQuantizer(
-        copy,
-        per_channel=per_channel,
-        reduce_range=weights.reduce_range,
-        weight_qType=QuantType.QInt8 if weights.signed else QuantType.QUInt8,
-        activation_qType=QuantType.QUInt8 if precision == "a8w8" else QuantType.QUInt16,
-        tensors_range=data,
-        nodes_to_quantize=[],
-        nodes_to_exclude=excluded,
-        op_types_to_quantize=list(operators),
-        extra_options={"WeightSymmetric": True},
-    )
     try:
-        quantizer.quantize_model()
+        with _quiet():
+            quantizer = QDQQuantizer(
+                copy,
+                per_channel=per_channel,
+                reduce_range=weights.reduce_range,
+                weight_qType=QuantType.QInt8 if weights.signed else QuantType.QUInt8,
+                activation_qType=QuantType.QUInt8 if precision == "a8w8" else QuantType.QUInt16,
+                tensors_range=data,
+                nodes_to_quantize=[],
+                nodes_to_exclude=excluded,
+                op_types_to_quantize=list(operators),
+                extra_options={"WeightSymmetric": True},
+            )
+            quantizer.quantize_model()
     except Exception as error:  # the quantizer asserts and raises many kinds
         raise CompileError(
             f"The graph cannot be quantised: {error}",
@@ -131,7 +134,7 @@ def insert_qdq(
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Hold back the notes that the quantiser logs at the root logger about its own steps."""
     root = logging.getLogger()
     hold = _Hold()

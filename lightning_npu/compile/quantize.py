@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 
 from lightning_npu.compile.calibrate import calibrate
-from lightning_npu.compile.insert import WeightType, insert_qdq, prepare, quiet
+from lightning_npu.compile.insert import WeightType, insert_qdq, prepare
 from lightning_npu.compile.qdq import QuantizedGraph
-from lightning_npu.compile.ranges import least_error_ranges
+from lightning_npu.compile.rewrite import biases_into_products, keep_scores_in_float
 from lightning_npu.compile.rounding import WeightRounding
 from lightning_npu.errors import CompileError
 from lightning_npu.runtimes.cpu import exact_u8s8
@@ -106,15 +106,15 @@ def quantize_onnx(
             raise CompileError(f"There is no {option} '{value}'.", expected=f"one of {list(allowed)}", got=repr(value))
     instruction_set = instruction_set or this_instruction_set()
     weights = _weights(recipe, instruction_set)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch, quiet():
-        model = prepare(source, Path(scratch) / "prepared.onnx")
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        model = biases_into_products(prepare(source, Path(scratch) / "prepared.onnx"))
         batches = list(calibration)
-        extremes = calibrate(model, batches)
-        ranges = least_error_ranges(model, batches, extremes, levels=256 if precision == "a8w8" else 65536)
+        ranges = calibrate(model, batches)
         rounding = WeightRounding(model)
         rounding.observe(batches)
         quantized = insert_qdq(model, ranges, weights, precision)
         rounded = rounding.apply(quantized, largest=weights.largest)
+        scores = keep_scores_in_float(quantized)
         complete = Path(scratch) / target.name
         onnx.save(quantized, complete)
         complete.replace(target)
@@ -126,14 +126,15 @@ def quantize_onnx(
         activation_type="uint8" if precision == "a8w8" else "uint16",
         per_channel=True,
         reduce_range=weights.reduce_range,
-        calibration="least squared error",
+        calibration="minmax",
         calibration_batches=len(batches),
         float_nodes=graph.float_nodes,
         node_counts=graph.node_counts,
         instruction_set=instruction_set,
         remedies=(
-            "activation ranges of least squared error",
             f"weights of {rounded} convolutions rounded by second order",
+            f"scores of {scores} softmaxes not rounded",
+            "biases in the accumulator",
         ),
         tools=_tools(),
     )
