@@ -201,22 +201,52 @@ def node_from_json(data: Mapping[str, Any]) -> Node:
     """The inverse of :meth:`Node.to_json`.
 
     Raises:
-        ArtifactError: an unknown kind, or names that cannot be names.
+        ArtifactError: an unknown kind, a missing entry, or keys that do not fit the items or cannot be names.
     """
-    kind = data["kind"]
+    if not isinstance(data, Mapping):
+        raise _damaged("A place of a structure is no node.", "an object with a kind", data)
+    kind = data.get("kind")
     if kind == "tensor":
-        return Leaf(int(data["index"]))
+        index = data.get("index")
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise _damaged("A tensor has no index.", "an integer from 0 on", index)
+        return Leaf(index)
     if kind in ("constant", "opaque"):
-        return Constant(data["value"], opaque=kind == "opaque")
-    items = [node_from_json(item) for item in data.get("items", ())]
+        value = data.get("value", _ABSENT)
+        if not isinstance(value, str if kind == "opaque" else _PRIMITIVES):
+            raise _damaged("A constant has no value.", "text" if kind == "opaque" else "a primitive", value)
+        return Constant(value, opaque=kind == "opaque")
+    if kind not in ("tuple", "list", "dict", "namedtuple", "record"):
+        raise _damaged("A structure has an unknown kind.", "tensor, tuple, list, dict, ...", kind)
+    if not isinstance(data.get("items"), list):
+        raise _damaged(f"A {kind} has no items.", "a list of nodes", data.get("items"))
+    items = [node_from_json(item) for item in data["items"]]
     if kind in ("tuple", "list"):
         return Items(list if kind == "list" else tuple, items)
-    if kind in ("dict", "namedtuple", "record"):
-        name, keys = data.get("type", ""), data["keys"]
-        if kind == "namedtuple" and not all(str(n).isidentifier() and not keyword.iskeyword(n) for n in (name, *keys)):
-            raise ArtifactError("A named tuple's names are no identifiers.", got=[name, *keys])
-        return Named(kind, keys, items, name)
-    raise ArtifactError("A structure has an unknown kind.", expected="tensor, tuple, list, dict, ...", got=kind)
+    name, keys = data.get("type", ""), data.get("keys")
+    if not isinstance(keys, list) or len(keys) != len(items):
+        raise _damaged(f"A {kind} does not have one key per item.", f"{len(items)} keys", keys)
+    if not all(isinstance(key, _PRIMITIVES) for key in keys) or len(set(keys)) != len(keys):
+        raise _damaged(f"The keys of a {kind} are not unique primitives.", "each key once", keys)
+    names = [name, *keys] if kind == "namedtuple" else []
+    if not all(isinstance(n, str) and n.isidentifier() and not keyword.iskeyword(n) for n in names):
+        raise _damaged("A named tuple's names are no identifiers.", "names as in Python", names)
+    if any(n.startswith("_") for n in names[1:]):
+        raise _damaged("A named tuple has a field that starts with an underscore.", "public names", names[1:])
+    return Named(kind, keys, items, name)
+
+
+_ABSENT = object()
+
+
+def _damaged(what: str, expected: str, got: object) -> ArtifactError:
+    found = "nothing" if got is _ABSENT else repr(got)
+    return ArtifactError(
+        what,
+        expected=expected,
+        got=found if len(found) <= 200 else f"{found[:200]}...",
+        remedy="the manifest is damaged: copy the artifact again, or compile the module again",
+    )
 
 
 def leaf_names(node: Node, prefix: str) -> list[str]:
