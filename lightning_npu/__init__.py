@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_npu.errors import RuntimeUnavailableError as RuntimeUnavailableError
     from lightning_npu.lookahead import Lookahead as Lookahead
     from lightning_npu.module import NPUFrozenModule as NPUFrozenModule
-    from lightning_npu.offload import offload as offload
+    from lightning_npu.offloading import offload as offload
     from lightning_npu.prefetch import Prefetch as Prefetch
 
 # public name -> module that defines it; resolved on first use, so that importing the package stays light
@@ -36,7 +36,7 @@ _PUBLIC = {
     "Prefetch": "prefetch",
     "RuntimeUnavailableError": "errors",
     "compile_module": "compile",
-    "offload": "offload",
+    "offload": "offloading",
     "split_module": "compile.split",
 }
 _MODULES = ("runtimes",)

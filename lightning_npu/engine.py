@@ -171,6 +171,9 @@ class Engine:
         assert job.inputs is not None
         specs = self.runtime.inputs
         job.batch = common_batch(specs, job.inputs)
+        if job.batch == 0:
+            job.outputs = [_empty(spec, 0, job.pin) for spec in self.runtime.outputs]
+            return None
         fixed = _fixed_batch(self.runtime)
         divided = fixed is not None and job.batch is not None and job.batch != fixed
         if divided or job.pin:
@@ -213,7 +216,7 @@ class Engine:
             self._changed.notify_all()
             if job.error is None and not job.future.cancelled():
                 self.counters.batches += 1
-                self.counters.samples += job.batch or 1
+                self.counters.samples += 1 if job.batch is None else job.batch
         _settle(job)
 
     def _look(self) -> None:
@@ -267,7 +270,7 @@ def _call(
 ) -> list[Tensor]:
     """One call, its results held to what the runtime declares, and to being numbers."""
     results = runtime.run(inputs, out)
-    expected = [spec.with_batch(batch or 1) for spec in runtime.outputs]
+    expected = [spec.with_batch(1 if batch is None else batch) for spec in runtime.outputs]
     got = [tuple(result.shape) for result in results]
     if got != expected:
         raise DeviceError(
@@ -295,7 +298,7 @@ def _fixed_batch(runtime: Runtime) -> int | None:
 def _empty(spec: TensorSpec, batch: int | None, pin: bool) -> Tensor:
     shape = [int(size or 0) for size in spec.shape]
     if spec.batch_axis is not None:
-        shape[spec.batch_axis] = batch or 1
+        shape[spec.batch_axis] = 1 if batch is None else batch
     # an explicit dtype and device: defaults are process-wide or set by the caller's thread
     return torch.empty(shape, dtype=spec.torch_dtype, device="cpu", pin_memory=pin)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -118,6 +119,8 @@ class NPUFrozenModule(nn.Module):
         """
         tensors = self._accept(args, kwargs)
         dtype = _output_dtype(tensors[0].device, self._dtype)
+        if not torch.compiler.is_compiling():
+            self._hold_frozen()
         if torch.compiler.is_compiling():
             outputs = custom_op.encode(tensors, self._handle, dtype)
         elif self._ahead is not None and self._ahead.encodes_here(self, tensors):
@@ -254,9 +257,10 @@ class NPUFrozenModule(nn.Module):
         if device.type != "cpu":
             self._copies["output to device"] += len(outputs)
             outputs = to_device(outputs, device)
-        if dtype != torch.float32:
-            self._copies["output dtype"] += len(outputs)
-            outputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in outputs]
+        other = [tensor.is_floating_point() and tensor.dtype != dtype for tensor in outputs]
+        if any(other):
+            self._copies["output dtype"] += sum(other)
+            outputs = [tensor.to(dtype) if cast else tensor for tensor, cast in zip(outputs, other, strict=True)]
         return outputs
 
     def _encode_here(
@@ -341,6 +345,30 @@ class NPUFrozenModule(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode: the module is frozen."""
         return super().train(False)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The tail's parameters; the offloaded head has none.
+
+        Where there are none, iterating gives none, but ``next(module.parameters())``, which is often written to learn
+        a device or dtype, raises an error that says what to use: a ``StopIteration`` would end the training without a
+        word.
+        """
+        if recurse and (self.tail is not None or self.reference is not None):
+            return super().parameters(recurse)
+        return _NoParameters()
+
+    def _hold_frozen(self) -> None:
+        """A parent's ``requires_grad_(True)`` and ``unfreeze()`` reach the tail, past this module."""
+        thawed = [p for part in (self.tail, self.reference) if part is not None for p in part.parameters()]
+        thawed = [parameter for parameter in thawed if parameter.requires_grad]
+        if thawed:
+            for parameter in thawed:
+                parameter.requires_grad = False
+            warnings.warn(
+                "The torch part of an NPUFrozenModule was unfrozen, by unfreeze() or requires_grad_(True) on a parent, "
+                "and is frozen again: its weights are not saved in checkpoints, so training them would be lost.",
+                stacklevel=4,
+            )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Refuse to unfreeze.
@@ -452,7 +480,7 @@ class FeatureFuture:
         return self._pending.done()
 
     def result(self) -> Any:
-        """What the call would have returned; waits for it.
+        """What the call would have returned; waits for it. Asked twice, it gives the same tensors.
 
         Raises:
             DeviceError: the device failed.
@@ -466,6 +494,21 @@ def _worker(
 ) -> Worker:
     opener = functools.partial(open_measured, artifact, runtime, device_index=device_index, **options)
     return Worker(opener, timeout_s=timeout_s)
+
+
+class _NoParameters(Iterator[nn.Parameter]):
+    """No parameters, and an answer to who asks for the first one."""
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(())
+
+    def __next__(self) -> nn.Parameter:
+        raise InputError(
+            "An NPUFrozenModule has no parameters, so there is no first one.",
+            expected="module.device and module.dtype",
+            got="next(module.parameters())",
+            remedy="write encoder.device or encoder.dtype, or ask another module of the policy",
+        )
 
 
 def _output_dtype(device: torch.device, declared: torch.dtype) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,11 @@ def test_every_public_name_resolves() -> None:
     assert lightning_npu.__version__
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         lightning_npu.no_such_name  # noqa: B018
+
+
+def test_no_public_name_is_hidden_by_a_module_of_the_same_name() -> None:
+    """Importing a submodule binds its name in the package; a function of that name would be gone."""
+    import lightning_npu
+
+    modules = {path.stem for path in Path(lightning_npu.__file__).parent.iterdir()}
+    assert not modules & set(lightning_npu._PUBLIC)

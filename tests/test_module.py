@@ -172,6 +172,37 @@ def test_it_stays_frozen(frozen: npu.NPUFrozenModule) -> None:
         frozen.requires_grad_(True)
 
 
+def test_who_asks_for_the_first_parameter_gets_an_answer(frozen: npu.NPUFrozenModule) -> None:
+    """A StopIteration would be taken for the end of the data by a training loop."""
+    assert sum(parameter.numel() for parameter in frozen.parameters()) == 0
+    assert list(nn.Sequential(frozen).parameters()) == []
+    with pytest.raises(npu.InputError, match=r"no first one(.|\n)*encoder.device"):
+        next(frozen.parameters())
+
+
+def test_a_tail_that_a_parent_unfreezes_is_frozen_again(compiled_fp32: npu.Artifact, images: Tensor) -> None:
+    class Tail(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, tokens: Tensor, mean: Tensor) -> Tensor:
+            return self.mix(mean)
+
+    frozen = npu.NPUFrozenModule(compiled_fp32, tail=Tail())
+    assert len(list(frozen.parameters())) == 2
+    nn.Sequential(frozen).requires_grad_(True)
+    with pytest.warns(UserWarning, match="is frozen again"):
+        result = frozen(images)
+    assert not result.requires_grad
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    frozen.close()
+
+
+def test_an_empty_batch_gives_empty_features(frozen: npu.NPUFrozenModule) -> None:
+    assert [list(tensor.shape) for tensor in frozen(torch.rand(0, 3, 16, 16))] == [[0, 16, 8], [0, 8]]
+
+
 # ---- dtype and device
 
 
@@ -296,6 +327,25 @@ def test_torch_compile_keeps_one_graph(frozen: npu.NPUFrozenModule, backend: str
         assert torch.allclose(result, expected, atol=1e-6)
         assert torch.allclose(policy.head.weight.grad, gradient, atol=1e-5)
         policy.zero_grad()
+
+
+def test_a_float64_output_has_one_dtype_everywhere(tmp_path: Path, images: Tensor) -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mean((2, 3))).double()
+
+    artifact = npu.compile_module(
+        Doubles().eval(), (images,), calibration=[images], output=tmp_path / "d.npu", precision="fp32"
+    )
+    frozen = npu.NPUFrozenModule(artifact)
+    eager = frozen(images)
+    assert eager.dtype == torch.float32
+    assert torch.equal(torch.compile(frozen, backend="aot_eager", fullgraph=True)(images), eager)
+    frozen.close()
 
 
 def test_torch_compile_follows_autocast(frozen: npu.NPUFrozenModule, images: Tensor) -> None:

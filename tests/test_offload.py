@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +56,72 @@ def test_ready_inputs_work_too(tmp_path: Path) -> None:
 def test_an_artifact_of_the_same_is_used_again(tmp_path: Path) -> None:
     first = offload(Model(), tmp_path / "e.npu")
     created = (tmp_path / "e.npu" / "manifest.json").stat().st_mtime_ns
-    second = offload(Model(), tmp_path / "e.npu", calibration=iter([]))  # nothing has to be run
+    second = offload(Model(), tmp_path / "e.npu", recipe="faithful", calibration=batches(1))
     assert second.fingerprint == first.fingerprint
     assert (tmp_path / "e.npu" / "manifest.json").stat().st_mtime_ns == created
     changed = Model()
     nn.init.zeros_(changed.vision["encoder"].layer.query.weight)
-    with pytest.raises(
-        npu.ArtifactError, match=r"made from other weights, another cut or other options(.|\n)*overwrite"
-    ):
+    with pytest.raises(npu.ArtifactError, match=r"made from something else: weights differ(.|\n)*overwrite"):
         offload(changed, tmp_path / "e.npu")
-    with pytest.raises(npu.ArtifactError, match="made from other weights"):
+    with pytest.raises(npu.ArtifactError, match="made from something else: precision differ"):
         offload(Model(), tmp_path / "e.npu", precision="fp32")
     replaced = offload(changed, tmp_path / "e.npu", overwrite=True)
     assert replaced.fingerprint != first.fingerprint
+
+
+def test_an_artifact_of_another_computation_is_not_used_again(tmp_path: Path) -> None:
+    """Weights, class and options are the same; a stride, a hidden buffer and the code are not."""
+    offload(Model(), tmp_path / "e.npu")
+    strided = Model()
+    strided.vision["encoder"].stem[0].dilation = (2, 2)
+    strided.vision["encoder"].stem[0].padding = (2, 2)
+    with pytest.raises(npu.ArtifactError, match="structure differ"):
+        offload(strided, tmp_path / "e.npu")
+    recoded = Model()
+    encoder = recoded.vision["encoder"]
+    forward = encoder.forward
+    encoder.forward = lambda images, scale=1.0: forward(images * 2, scale)
+    with pytest.raises(npu.ArtifactError, match=r"computes something else than the module(.|\n)*dB in output"):
+        offload(recoded, tmp_path / "e.npu")
+    loud = [{"image": batch["image"] * 50} for batch in batches()]
+    with pytest.raises(npu.FidelityError, match=r"calibrated on other data(.|\n)*overwrite=True"):
+        offload(Model(), tmp_path / "e.npu", calibration=loud, min_sqnr_db=15.0)
+
+
+def test_the_loser_of_a_race_takes_the_winners_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("lightning_npu.offloading")
+    original = module.compile_module
+    winner: list[npu.NPUFrozenModule] = []
+
+    @functools.wraps(original)
+    def slow(*args: Any, **options: Any) -> npu.Artifact:
+        monkeypatch.setattr(module, "compile_module", original)
+        winner.append(offload(Model(), tmp_path / "e.npu", calibration=batches()[::-1]))
+        return original(*args, **options)
+
+    monkeypatch.setattr(module, "compile_module", slow)
+    loser = offload(Model(), tmp_path / "e.npu")
+    assert loser.fingerprint == winner[0].fingerprint
+    assert [path.name for path in tmp_path.iterdir()] == ["e.npu"]
+
+
+def test_all_names_of_a_module_are_replaced(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = make_encoder()
+            self.cameras = nn.ModuleList([self.encoder, self.encoder])
+
+        def forward(self, images: Tensor) -> Tensor:
+            return sum(camera(images)[1] for camera in self.cameras)
+
+    model = Twice()
+    images = [make_images(8, seed=i) for i in range(3)]
+    frozen = npu.offload(model, "encoder", calibration=images, output=tmp_path / "e.npu", precision="fp32")
+    assert model.cameras[0] is model.cameras[1] is frozen
+    model(images[0])
+    assert frozen.stats["calls"] == 2
+    assert set(model.state_dict()) == {f"{name}._extra_state" for name in ("encoder", "cameras.0", "cameras.1")}
 
 
 def test_without_an_output_each_module_gets_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

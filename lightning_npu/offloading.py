@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -13,15 +14,17 @@ from torch import nn
 
 from lightning_npu.artifact import MANIFEST, Artifact
 from lightning_npu.compile.capture import Call, capture_inputs
-from lightning_npu.compile.pipeline import CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, compile_module
+from lightning_npu.compile.pipeline import CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, MIN_SQNR_DB, compile_module
+from lightning_npu.compile.reuse import require_same
 from lightning_npu.compile.split import split_module
 from lightning_npu.errors import ArtifactError, InputError
-from lightning_npu.hashing import state_sha256
+from lightning_npu.hashing import digest, state_sha256, tensor_sha256
 from lightning_npu.module import NPUFrozenModule
 
 log = logging.getLogger(__name__)
 
 FOLDER = Path("lightning_npu_artifacts")
+_SAMPLES = {"calibration_samples": CALIBRATION_SAMPLES, "holdout_samples": HOLDOUT_SAMPLES}
 
 
 def offload(
@@ -43,8 +46,9 @@ def offload(
     """Compile a frozen submodule and swap it in place; the model's own code does not change.
 
     A few batches are run through the model to see what the submodule is fed. An artifact that is at ``output``
-    already is used again if it was made from the same weights, cut and options, and refused if not. Works on a
-    finished model as well as inside ``setup`` of a LightningModule or Callback.
+    already is used again if it was made from the same module, cut and options, computes what the module computes, and
+    is still faithful on the data at hand; it is refused if not. Works on a finished model as well as inside ``setup``
+    or ``configure_model``. Where the submodule is registered under several names, all are replaced.
 
     Args:
         model: the model, for example a LightningModule.
@@ -77,44 +81,38 @@ def offload(
     if isinstance(original, NPUFrozenModule):
         return original
     allow_residual = options.pop("allow_residual", False)
-    made_from = {
-        "module": f"{type(original).__module__}.{type(original).__qualname__}",
-        "cut": cut,
-        "target": target,
-        "precision": precision,
-        "options": {key: repr(value) for key, value in sorted(options.items()) if key != "overwrite"},
-    }
-    key = _key(made_from, original)
-    path = Path(output) if output is not None else FOLDER / f"{submodule}{f'-{cut}' if cut else ''}-{key[:12]}.npu"
-    artifact = None if options.get("overwrite") else _existing(path, key)
+    made_from = _made_from(original, cut, target, precision, options)
+    name = f"{submodule}{f'-{cut}' if cut else ''}-{_short(made_from)}.npu"
+    path = FOLDER / name if output is None else Path(output)
+    artifact = None if options.get("overwrite") else _existing(path, made_from)
+    wanted = [options.get(key, default) for key, default in _SAMPLES.items()]
+    calls = capture_inputs(
+        model,
+        submodule,
+        calibration,
+        limit_batches=calibration_batches if artifact is None else 1,
+        limit_samples=sum(wanted),
+        run=run,
+    ).calls
     head, tail = original, None
-    if artifact is None or cut is not None:  # one batch is enough to cut, when nothing has to be compiled
-        wanted = options.get("calibration_samples", CALIBRATION_SAMPLES) + options.get(
-            "holdout_samples", HOLDOUT_SAMPLES
+    if cut is not None:
+        head, tail = split_module(
+            original, cut, calls[0].args, example_kwargs=calls[0].kwargs, allow_residual=allow_residual
         )
-        calls = capture_inputs(
-            model,
-            submodule,
-            calibration,
-            limit_batches=calibration_batches if artifact is None else 1,
-            limit_samples=wanted,
-            run=run,
-        ).calls
-        if cut is not None:
-            head, tail = split_module(
-                original, cut, calls[0].args, example_kwargs=calls[0].kwargs, allow_residual=allow_residual
-            )
-        if artifact is None:
-            source = {"module": made_from["module"], "submodule": submodule, "cut": cut, "key": key}
-            artifact = _compile(head, path, calls, target, precision, source, options)
+    if artifact is None:
+        source = {"module": made_from["module"], "submodule": submodule, "cut": cut, "made_from": made_from}
+        artifact = _compile(head, path, calls, target, precision, source, options)
+    else:
+        require_same(artifact, head, calls[0], min_sqnr_db=options.get("min_sqnr_db", MIN_SQNR_DB))
     frozen = NPUFrozenModule(
         artifact, runtime=runtime, device_index=device_index, tail=tail, reference=head if keep_reference else None
     )
     parameter = next(original.parameters(), None)
     if parameter is not None:
         frozen.to(device=parameter.device)
-    parent, _, name = submodule.rpartition(".")
-    setattr(model.get_submodule(parent), name, frozen)
+    for parent in list(model.modules()):  # the same module may be registered under several names
+        for child in [child for child, module in parent._modules.items() if module is original]:
+            setattr(parent, child, frozen)
     log.info("%s of %s now runs as %s (%s)", submodule, type(model).__name__, path, artifact.precision)
     return frozen
 
@@ -141,25 +139,44 @@ def find_submodule(model: nn.Module, name: str) -> nn.Module:
     )
 
 
-def _key(made_from: dict[str, Any], original: nn.Module) -> str:
-    """SHA-256 of everything that decides what the artifact computes, its calibration data aside."""
-    text = json.dumps({**made_from, "state": state_sha256(original)}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _made_from(
+    original: nn.Module, cut: str | None, target: str, precision: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What decides the artifact, its calibration data aside: JSON-ready, so that a difference can be named."""
+    defaults = inspect.signature(compile_module).parameters
+    hidden = {  # buffers that no state dict holds, such as position tables
+        name: tensor_sha256(buffer) for name, buffer in original.named_buffers() if name not in original.state_dict()
+    }
+    return {
+        "module": f"{type(original).__module__}.{type(original).__qualname__}",
+        "structure": hashlib.sha256(repr(original).encode()).hexdigest(),
+        "weights": digest({**state_sha256(original), **hidden}),
+        "cut": cut,
+        "target": target,
+        "precision": precision,
+        **{key: repr(options.get(key, defaults[key].default)) for key in ("recipe", "batch_size", "batch_axis")},
+    }
 
 
-def _existing(path: Path, key: str) -> Artifact | None:
+def _short(made_from: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _existing(path: Path, made_from: dict[str, Any]) -> Artifact | None:
     """The artifact at ``path`` if it was made from the same; None if there is none."""
     if not path.exists():
         return None
     artifact = Artifact.load(path)
-    if artifact.manifest["source"].get("key") != key:
+    found = artifact.manifest["source"].get("made_from", {})
+    different = [key for key, value in made_from.items() if found.get(key) != value]
+    if different:
         raise ArtifactError(
-            f"{path} was made from other weights, another cut or other options.",
-            expected=f"key {key[:16]}",
-            got=f"key {str(artifact.manifest['source'].get('key'))[:16]}",
+            f"{path} was made from something else: {', '.join(different)} differ.",
+            expected={key: made_from[key] for key in different},
+            got={key: found.get(key) for key in different},
             remedy="choose another output, delete it, or pass overwrite=True",
         )
-    log.info("using %s, which was made from the same weights and options", path / MANIFEST)
+    log.info("using %s, which was made from the same module and options", path / MANIFEST)
     return artifact
 
 
@@ -185,7 +202,7 @@ def _compile(
             **options,
         )
     except ArtifactError:
-        artifact = _existing(path, source["key"])  # another process of the same job was faster
-        if artifact is None:
+        artifact = _existing(path, source["made_from"])  # another process of the same job was faster
+        if artifact is None or options.get("overwrite"):
             raise
         return artifact
