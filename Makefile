@@ -11,7 +11,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)
 PIP_ARGS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-all lint format bench clean setup
+.PHONY: demo test test-all test-lightning lint format bench clean setup
 
 demo: setup
 	$(PY) examples/robot_policy/check_rendering.py
@@ -22,6 +22,17 @@ test: setup lint
 
 test-all: setup lint
 	$(PY) -m pytest
+
+# the oldest Lightning that is supported, and one between it and the newest (which `make test` uses)
+test-lightning: $(foreach version,2.4.0 2.5.6,.venv-lightning-$(version)/.tested)
+
+.venv-lightning-%/.tested: setup $(shell find lightning_npu tests -name '*.py')
+	test -x .venv-lightning-$*/bin/python || $(PYTHON) -m venv .venv-lightning-$*
+	grep -v '^lightning==\|^pytorch-lightning==' $(CONSTRAINTS) > .venv-lightning-$*/constraints.txt
+	.venv-lightning-$*/bin/python -m pip install --disable-pip-version-check -q -c .venv-lightning-$*/constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]' lightning==$*
+	.venv-lightning-$*/bin/python -m pytest tests/test_prefetch.py tests/test_lightning.py tests/test_balance.py
+	@touch $@
 
 lint: setup
 	$(PY) -m ruff check .
@@ -36,6 +47,10 @@ bench: setup
 	$(PY) benchmarks/encoder_speed.py
 	$(PY) benchmarks/encoder_fidelity.py
 	$(PY) benchmarks/forward_overhead.py
+	$(PY) benchmarks/bookkeeping.py
+	$(PY) benchmarks/overlap.py
+	$(PY) benchmarks/overlap.py --python
+	$(PY) benchmarks/balance.py
 
 setup: $(VENV)/.installed
 
@@ -48,4 +63,4 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-lightning-* outputs .pytest_cache .mypy_cache .ruff_cache

@@ -114,7 +114,7 @@ class SimulatedRuntime(Runtime):
         if self._closed.is_set() or self._flat is None:
             raise self.closed_error()
         with self._lock:
-            factor = float(np.exp(self._random.normal(0.0, self.jitter))) if self.jitter else 1.0
+            factor = self._factor()
             self._begin()
         ends = time.monotonic() + self.latency_s * factor
         try:
@@ -153,6 +153,9 @@ class SimulatedRuntime(Runtime):
             if self.replay:
                 self._known[key] = known
         return [tensor.clone() for tensor in known]
+
+    def _factor(self) -> float:
+        return float(np.exp(self._random.normal(0.0, self.jitter))) if self.jitter else 1.0
 
     def _begin(self) -> None:
         if self._served == 0:
