@@ -18,6 +18,7 @@ from lightning_npu.compile.qdq import DEQUANTIZE
 
 _MAX_INPUTS = 1200  # the covariance is inputs x inputs: beyond this, time grows and the early layers are done
 _ROWS_PER_INPUT = 8  # calibration rows per input; with fewer than half of them the covariance is noise
+_MOST_BATCHES = 16  # spread over the data: patches of one image are many
 _BYTES_AT_ONCE = 256 << 20
 _DAMPING = 0.01  # of the mean of the covariance's diagonal
 _BLOCK = 128
@@ -79,6 +80,7 @@ class WeightRounding:
         """Collect the covariance of every convolution's inputs."""
         if not self._layers:
             return
+        batches = batches[:: -(-len(batches) // _MOST_BATCHES)]
         random = np.random.default_rng(0)
         groups = _groups({layer.source for layer in self._layers.values()}, self._model, batches[0])
         for sources in groups:
