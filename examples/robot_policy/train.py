@@ -54,6 +54,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--offload", choices=("none", *CUTS), default="L4", help="how much of the encoder (default: %(default)s)")
     add("--encoder", choices=("stage1", "random"), default="stage1", help="random: the control (default: %(default)s)")
     add("--recipe", choices=("faithful", "fast"), default="faithful", help="of the INT8 build (default: %(default)s)")
+    add("--prefetch", type=depth, default="auto", help="batches to encode ahead, 0: none (default: %(default)s)")
+    add("--balance", type=share, default="off", help="'auto' or a share: the rest is encoded in FP32 (default: off)")
     add("--seed", type=int, default=0, help="of the training (default: %(default)s)")
     add("--demos", type=int, default=200, help="environment seeds for demonstrations (default: %(default)s)")
     add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
@@ -65,6 +67,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--cache", type=Path, default=Path("outputs"), help="folder for everything (default: %(default)s)")
     add("--retrain", action="store_true", help="train even where the trained policy is in the cache")
     return parser.parse_args(arguments)
+
+
+def depth(text: str) -> int | str:
+    """A number of batches, or "auto"."""
+    return text if text == "auto" else int(text)
+
+
+def share(text: str) -> float | str:
+    """A share of the batches, "auto" or "off"."""
+    return text if text in ("auto", "off") else float(text)
 
 
 def build_encoder(kind: str, data: Demonstrations) -> VisualEncoder:
@@ -93,6 +105,7 @@ def offload(model: BehaviourCloning, data: Demonstrations, args: argparse.Namesp
         target="onnx",
         recipe=args.recipe,
         min_sqnr_db=20.0 if args.encoder == "stage1" else None,  # random weights amplify rounding
+        keep_reference=args.balance != "off",
         output=args.cache / "artifacts" / f"{name}.npu",
     )
     assert encoder.artifact is not None
@@ -106,8 +119,10 @@ def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace,
     assert data.frames is not None
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # the encoder, on purpose
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch and Lightning's matter
+    prefetch = npu.Prefetch(args.prefetch, balance=args.balance)  # the next batches are encoded while this one trains
     trainer = L.Trainer(
         devices=1,
+        callbacks=[prefetch],
         max_steps=args.steps,
         max_epochs=math.ceil(args.steps / (len(data.frames) // args.batch_size)),
         gradient_clip_val=1.0,
@@ -121,6 +136,9 @@ def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace,
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     samples = args.steps * args.batch_size
     timing = {"training_s": seconds, "training_cpu_s": cpu_seconds, "samples_per_s": samples / seconds}
+    if args.offload != "none":
+        seen = prefetch.statistics
+        timing |= {"hit_rate": seen.hit_rate, "wait_s": seen.wait_s, "share_offloaded": prefetch.balancer.share}
     write_json(folder / TIMING, timing)
     with whole_file(folder / CHECKPOINT) as temporary:
         trainer.save_checkpoint(temporary, weights_only=True)
@@ -169,6 +187,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     fidelity: dict[str, Any] = {}
     if args.offload != "none":
         artifact = offload(model, data, args)
+        if args.balance != "off":
+            settings["balance"] = args.balance
         settings["artifact"] = artifact.fingerprint  # features of another build are not what the expert was trained on
         fidelity = {name: asdict(figures) for name, figures in artifact.fidelity.items()}
     name = f"{args.task}-{args.offload}-{args.encoder}-seed{args.seed}-{fingerprint(settings)}"
