@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import math
-import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
+from lightning_npu.artifact_folder import new_folder as new_folder
 from lightning_npu.errors import ArtifactError
+from lightning_npu.manifest import COMPILE_AGAIN, complete, read_manifest, sha256_file, store
+from lightning_npu.manifest import MANIFEST as MANIFEST
 from lightning_npu.signature import CallSignature
-from lightning_npu.structure import Node, node_from_json
+from lightning_npu.structure import Items, Leaf, Named, Node, node_from_json
 from lightning_npu.tensor_spec import TensorSpec
-
-MANIFEST = "manifest.json"
-FORMAT = "lightning-npu-artifact"
-SCHEMA_VERSION = 1
-_MAX_MANIFEST_BYTES = 64 << 20
-_COMPILE_AGAIN = "compile the module again (lightning_npu.offload or lightning_npu.compile_module)"
 
 
 @dataclass(frozen=True)
@@ -37,22 +26,31 @@ class OutputFidelity:
         cosine: mean over samples of the cosine between the sample's candidate and reference values, flattened.
         sqnr_db: signal to quantisation noise ratio over all values of all samples, in decibels.
         max_abs_error: largest absolute difference, in the output's own unit.
+        centred_sqnr_db: the same ratio for what varies between samples, in the median feature: its variance over its
+            mean squared error. ``sqnr_db`` where nothing varies or samples are few; None if it was not measured.
     """
 
     cosine: float
     sqnr_db: float
     max_abs_error: float
+    centred_sqnr_db: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Primitives; an infinite error, which JSON has no number for, is written as None."""
         error = self.max_abs_error if math.isfinite(self.max_abs_error) else None
-        return {"cosine": self.cosine, "sqnr_db": self.sqnr_db, "max_abs_error": error}
+        figures = {"cosine": self.cosine, "sqnr_db": self.sqnr_db, "max_abs_error": error}
+        return figures if self.centred_sqnr_db is None else {**figures, "centred_sqnr_db": self.centred_sqnr_db}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputFidelity:
         """The inverse of :meth:`to_json`."""
         error = data["max_abs_error"]
-        return cls(float(data["cosine"]), float(data["sqnr_db"]), math.inf if error is None else float(error))
+        return cls(
+            float(data["cosine"]),
+            float(data["sqnr_db"]),
+            math.inf if error is None else float(error),
+            float(data["centred_sqnr_db"]) if "centred_sqnr_db" in data else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,9 @@ class Artifact:
         entry = self.manifest["files"].get(role)
         if entry is None:
             raise ArtifactError(
-                f"{self.path} holds no file for '{role}'.", expected=f"one of {sorted(self.manifest['files'])}"
+                f"{self.path} holds no file for '{role}'.",
+                expected=f"one of {sorted(self.manifest['files'])}",
+                remedy=COMPILE_AGAIN,
             )
         return self.path / str(entry["path"])
 
@@ -113,61 +113,58 @@ class Artifact:
             ArtifactError: it is missing, truncated, edited, of a newer version, or reaches outside of its folder.
         """
         folder = Path(path)
-        manifest = _read_manifest(folder)
-        _validate(manifest, folder / MANIFEST)
-        for role, entry in manifest["files"].items():
-            _verify(folder, role, entry)
-        return cls(
-            path=folder.resolve(),
-            manifest=manifest,
-            inputs=tuple(TensorSpec.from_json(spec) for spec in manifest["inputs"]),
-            outputs=tuple(TensorSpec.from_json(spec) for spec in manifest["outputs"]),
-            signature=CallSignature.from_json(manifest["signature"]),
-            structure=node_from_json(manifest["structure"]),
-            fidelity={name: OutputFidelity.from_json(f) for name, f in manifest["fidelity"]["outputs"].items()},
-        )
+        manifest = read_manifest(folder)
+        artifact = cls._described(manifest, folder)
+        _verify_files(folder, manifest)
+        return artifact
+
+    def verify(self) -> None:
+        """Make sure that the folder still holds what was loaded: the manifest's fingerprint, each file's SHA-256.
+
+        Raises:
+            ArtifactError: it was replaced, moved, deleted, edited or damaged since.
+        """
+        if not (self.path / MANIFEST).is_file():
+            raise ArtifactError(
+                "The artifact was moved or deleted since it was loaded.",
+                expected=f"a folder with manifest.json at {self.path}",
+                remedy="move it back, or pass its new path: NPUFrozenModule(new_path)",
+            )
+        manifest = read_manifest(self.path)
+        if manifest["fingerprint"] != self.fingerprint:
+            raise ArtifactError(
+                f"The artifact at {self.path} was replaced since it was loaded.",
+                expected=f"fingerprint {self.fingerprint}",
+                got=f"fingerprint {manifest['fingerprint']}",
+                remedy="load it again to use the new one, or put the old one back; give each artifact its own folder",
+            )
+        _verify_files(self.path, manifest)
+
+    @classmethod
+    def _described(cls, manifest: Mapping[str, Any], folder: Path) -> Artifact:
+        """What a valid manifest says; refuses one whose parts do not fit each other."""
+        try:
+            artifact = cls(
+                path=folder.resolve(),
+                manifest=manifest,
+                inputs=tuple(TensorSpec.from_json(spec) for spec in manifest["inputs"]),
+                outputs=tuple(TensorSpec.from_json(spec) for spec in manifest["outputs"]),
+                signature=CallSignature.from_json(manifest["signature"]),
+                structure=node_from_json(manifest["structure"]),
+                fidelity={name: OutputFidelity.from_json(f) for name, f in manifest["fidelity"]["outputs"].items()},
+            )
+            _check_parts(artifact)
+        except ArtifactError as error:
+            raise ArtifactError(
+                f"{folder / MANIFEST} contradicts itself: {error.what}",
+                expected=error.expected,
+                got=error.got,
+                remedy=COMPILE_AGAIN,
+            ) from error
+        return artifact
 
     def __repr__(self) -> str:
         return f"Artifact({str(self.path)!r}, target={self.target!r}, precision={self.precision!r})"
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, as hex digits."""
-    with path.open("rb") as stream:
-        digest = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
-
-
-@contextmanager
-def new_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside ``output`` that takes its place when the block ends well, and vanishes when not.
-
-    Raises:
-        ArtifactError: ``output`` exists and may not be overwritten, or is not an artifact.
-    """
-    if output.exists() and not overwrite:
-        raise ArtifactError(
-            f"{output} exists already.", remedy="choose another output, delete it, or pass overwrite=True"
-        )
-    if output.exists() and not (output / MANIFEST).is_file():
-        raise ArtifactError(
-            f"{output} exists and is not an artifact, so it is not overwritten.",
-            expected="a new path, or a folder with manifest.json",
-            remedy="choose another output",
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(output, "new")
-    temporary.mkdir()
-    try:
-        yield temporary
-        for path in temporary.iterdir():  # on disk before the name is: a crash leaves no half-written artifact
-            with path.open("rb+") as stream:
-                os.fsync(stream.fileno())
-        _replace(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], roles: Mapping[str, str]) -> None:
@@ -177,91 +174,71 @@ def write_manifest(folder: Path, content: Mapping[str, Any], roles: Mapping[str,
         folder: the folder with the files.
         content: every manifest entry that is not derived here.
         roles: file name by role; two roles may share a file.
+
+    Raises:
+        ArtifactError: it would be refused when it is loaded.
     """
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "schema_version": SCHEMA_VERSION,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **content,
-        "files": {
-            role: {"path": name, "sha256": sha256_file(folder / name), "bytes": (folder / name).stat().st_size}
-            for role, name in roles.items()
-        },
-    }
-    manifest["fingerprint"] = _fingerprint(manifest)
-    manifest["manifest_sha256"] = _sha256_json(manifest)
-    _validate(manifest, folder / MANIFEST)
-    temporary = folder / f"{MANIFEST}.tmp"
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1, allow_nan=False)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(folder / MANIFEST)
+    manifest = complete(folder, content, roles)
+    Artifact._described(manifest, folder)
+    store(folder, manifest)
 
 
-def _fingerprint(manifest: Mapping[str, Any]) -> str:
-    keys = ("target", "precision", "inputs", "outputs", "signature", "structure")
-    files = {role: manifest["files"][role]["sha256"] for role in ("model", "reference")}
-    return _sha256_json({**{key: manifest[key] for key in keys}, "files": files})
-
-
-def _sha256_json(value: Mapping[str, Any]) -> str:
-    plain = {key: item for key, item in value.items() if key != "manifest_sha256"}
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not folder.exists():
+def _check_parts(artifact: Artifact) -> None:
+    """Names are unique, and every index leads to a tensor."""
+    for title, specs in (("inputs", artifact.inputs), ("outputs", artifact.outputs)):
+        _require_unique(title, [spec.name for spec in specs])
+    parameters = artifact.signature.parameters
+    _require_unique("parameters", [parameter.name for parameter in parameters])
+    for parameter in parameters:
+        wanted = {"var_positional": Items, "var_keyword": Named}.get(parameter.kind, Node)
+        if not isinstance(parameter.node, wanted):
+            raise ArtifactError(f"Parameter '{parameter.name}' does not hold what its kind says.", got=parameter.kind)
+    found = [index for parameter in parameters for index in _leaves(parameter.node)]
+    if found != list(range(len(artifact.inputs))):
         raise ArtifactError(
-            f"There is no artifact at {folder}.", expected="a folder with manifest.json", remedy=_COMPILE_AGAIN
+            "The signature does not lead to every input once, in order.",
+            expected=f"tensors 0 to {len(artifact.inputs) - 1}",
+            got=found[:20],
         )
-    path = folder / MANIFEST
-    if not path.is_file():
+    count = len(artifact.outputs) + len(artifact.inputs)
+    beyond = [index for index in _leaves(artifact.structure) if index >= count]
+    if beyond:
         raise ArtifactError(
-            f"{folder} is not an artifact.",
-            expected="a folder with manifest.json",
-            got="a file" if folder.is_file() else f"a folder with {sorted(p.name for p in folder.iterdir())[:5]}",
-            remedy="give the path of the *.npu folder",
+            "The structure names tensors that are not there.", expected=f"indices below {count}", got=beyond[:20]
         )
-    if path.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise ArtifactError(f"{path} is too large for a manifest.", expected="64 MiB at most", remedy=_COMPILE_AGAIN)
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} is damaged: {error}.", expected="JSON", remedy=_COMPILE_AGAIN) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ArtifactError(f"{path} is not the manifest of an artifact.", expected=f'"format": "{FORMAT}"')
-    found = manifest.get("schema_version")
-    if isinstance(found, int) and found > SCHEMA_VERSION:
+    unknown = sorted(set(artifact.fidelity) - {spec.name for spec in artifact.outputs})
+    if unknown:
         raise ArtifactError(
-            f"{folder} was made by a newer version of lightning-npu.",
-            expected=f"schema_version {SCHEMA_VERSION}",
-            got=f"schema_version {found}",
-            remedy="update: pip install --upgrade lightning-npu",
+            "There are fidelity figures of outputs that are not there.",
+            expected=[spec.name for spec in artifact.outputs],
+            got=unknown[:20],
         )
-    return manifest
 
 
-@functools.cache
-def _schema() -> dict[str, Any]:
-    text = (package_files("lightning_npu") / "manifest.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema
+def _require_unique(title: str, names: Sequence[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ArtifactError(f"Two {title} have one name.", expected="unique names", got=twice[:20])
 
 
-def _validate(manifest: Mapping[str, Any], path: Path) -> None:
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
+def _leaves(node: Node) -> Iterator[int]:
+    if isinstance(node, Leaf):
+        yield node.index
+    elif isinstance(node, (Items, Named)):
+        for item in node.items:
+            yield from _leaves(item)
 
-    error = best_match(Draft202012Validator(_schema()).iter_errors(manifest))
-    if error is not None:
-        place = "/".join(str(part) for part in error.absolute_path) or "the top level"
-        raise ArtifactError(f"{path} breaks the manifest's schema at {place}: {error.message}.", remedy=_COMPILE_AGAIN)
-    if manifest["manifest_sha256"] != _sha256_json(manifest) or manifest["fingerprint"] != _fingerprint(manifest):
-        raise ArtifactError(
-            f"{path} was edited after it was written: its checksum does not fit its content.", remedy=_COMPILE_AGAIN
-        )
+
+def _verify_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    for role, entry in manifest["files"].items():
+        try:
+            _verify(folder, role, entry)
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            raise ArtifactError(
+                f"File '{role}' of {folder} cannot be read: {error}.",
+                expected=str(entry["path"]),
+                remedy=f"check its permissions, copy the folder again, or {COMPILE_AGAIN}",
+            ) from error
 
 
 def _verify(folder: Path, role: str, entry: Mapping[str, Any]) -> None:
@@ -275,14 +252,14 @@ def _verify(folder: Path, role: str, entry: Mapping[str, Any]) -> None:
             remedy="do not use this artifact; get it again from somebody you trust",
         )
     if not path.is_file():
-        raise ArtifactError(f"File '{role}' of {folder} is missing.", expected=str(path.name), remedy=_COMPILE_AGAIN)
+        raise ArtifactError(f"File '{role}' of {folder} is missing.", expected=str(path.name), remedy=COMPILE_AGAIN)
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise ArtifactError(
             f"File '{role}' ({path.name}) of {folder} is truncated or was replaced.",
             expected=f"{entry['bytes']} bytes",
             got=f"{size} bytes",
-            remedy=f"copy the folder again, or {_COMPILE_AGAIN}",
+            remedy=f"copy the folder again, or {COMPILE_AGAIN}",
         )
     digest = sha256_file(path)
     if digest != entry["sha256"]:
@@ -290,24 +267,5 @@ def _verify(folder: Path, role: str, entry: Mapping[str, Any]) -> None:
             f"File '{role}' ({path.name}) of {folder} was edited or damaged: its SHA-256 is wrong.",
             expected=entry["sha256"],
             got=digest,
-            remedy=f"copy the folder again, or {_COMPILE_AGAIN}",
+            remedy=f"copy the folder again, or {COMPILE_AGAIN}",
         )
-
-
-def _replace(new: Path, output: Path) -> None:
-    """Put ``new`` where ``output`` is; the old folder is moved aside first and deleted last."""
-    if not output.exists():
-        new.rename(output)
-        return
-    aside = _beside(output, "old")
-    output.rename(aside)
-    try:
-        new.rename(output)
-    except BaseException:
-        aside.rename(output)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _beside(output: Path, kind: str) -> Path:
-    return output.parent / f".{output.name}.{kind}.{secrets.token_hex(4)}"

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_npu.errors import ArtifactError
+from lightning_npu.errors import ArtifactError, NPUError
 from lightning_npu.runtimes.base import open_runtime
 from lightning_npu.runtimes.cpu import instruction_set
+from lightning_npu.tensor_spec import common_batch
 
 if TYPE_CHECKING:
     from lightning_npu.artifact import Artifact, OutputFidelity
@@ -71,7 +72,7 @@ def remeasure(artifact: Artifact, runtime: Runtime, *, always: bool = False) -> 
             stacklevel=2,
         )
         return None
-    reference = OnnxRuntime.open(artifact, role="reference")
+    reference = OnnxRuntime.open_reference(artifact)
     try:
         fidelity = measure(reference, runtime, [load_probe(artifact)])
     finally:
@@ -99,10 +100,18 @@ def load_probe(artifact: Artifact) -> list[Tensor]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             tensors = [torch.from_numpy(arrays[spec.name]) for spec in artifact.inputs]
-    except (KeyError, ValueError, OSError) as error:
-        raise ArtifactError(f"{path} does not hold the artifact's inputs: {error}.") from error
-    for spec, tensor in zip(artifact.inputs, tensors, strict=True):
-        spec.check(tensor)
+        for spec, tensor in zip(artifact.inputs, tensors, strict=True):
+            spec.check(tensor)
+        if common_batch(artifact.inputs, tensors) == 0:
+            raise ValueError("it holds no samples")
+    except Exception as error:  # zip, zlib and NumPy have a dozen ways to say that a file is damaged
+        reason = error.what if isinstance(error, NPUError) else f"{type(error).__name__}: {error}"
+        raise ArtifactError(
+            f"{path} does not hold the artifact's judging samples: {reason.rstrip('.')}.",
+            expected="an .npz file with one array per input: "
+            + ", ".join(f"'{spec.name}' {spec.describe_shape()}" for spec in artifact.inputs),
+            remedy="copy the artifact again, or compile the module again",
+        ) from error
     return tensors
 
 

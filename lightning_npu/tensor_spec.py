@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_npu.errors import InputError
+from lightning_npu.errors import ArtifactError, InputError
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -24,6 +24,7 @@ DTYPES: Mapping[str, torch.dtype] = {
         torch.bool,
     )
 }
+_REMEDY = "the manifest is damaged: copy the artifact again, or compile the module again"
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,32 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorSpec:
-        """The inverse of :meth:`to_json`."""
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ArtifactError: the batch axis is not an axis of the shape, or the dtype is unknown.
+        """
+        shape, axis = data["shape"], data["batch_axis"]
+        if axis is not None and not 0 <= axis < len(shape):
+            raise ArtifactError(
+                f"Tensor '{data['name']}' has no axis {axis} to count samples.",
+                expected=f"null, or an axis of its shape {shape}",
+                got=axis,
+                remedy=_REMEDY,
+            )
+        if data["dtype"] not in DTYPES:
+            raise ArtifactError(
+                f"Tensor '{data['name']}' has an unknown dtype.",
+                expected=f"one of {list(DTYPES)}",
+                got=data["dtype"],
+                remedy=_REMEDY,
+            )
         return cls(
             name=data["name"],
-            shape=tuple(data["shape"]),
+            shape=tuple(None if size is None else int(size) for size in shape),  # JSON's 3.0 is an integer
             dtype=data["dtype"],
             layout=data["layout"],
-            batch_axis=data["batch_axis"],
+            batch_axis=None if axis is None else int(axis),
         )
 
 

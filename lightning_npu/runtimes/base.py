@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_npu.errors import DeviceError, RuntimeUnavailableError
+from lightning_npu.errors import DeviceError, InputError, NPUError, RuntimeUnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ class Runtime(ABC):
     Attributes:
         name: the name under which users choose it.
         targets: the artifact targets that it can execute.
+        option_names: the options that :meth:`open` takes; None: :meth:`open` itself refuses what it does not know.
         slots: how many calls of :meth:`run` may be in flight at once.
         inputs: what it takes, in order.
         outputs: what it gives, in order.
@@ -42,6 +43,7 @@ class Runtime(ABC):
 
     name: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]
+    option_names: ClassVar[tuple[str, ...] | None] = None
     slots: int = 1
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -65,6 +67,26 @@ class Runtime(ABC):
             RuntimeUnavailableError: the package, driver or device is not here.
             ArtifactError: the artifact is not for this runtime.
         """
+
+    @classmethod
+    def check_options(cls, device_index: int | None, options: Mapping[str, Any]) -> None:
+        """Refuse what :meth:`open` would refuse, long before a device is opened; touches no driver.
+
+        Here: options that are not among :attr:`option_names`. A runtime that looks at values too extends this.
+
+        Raises:
+            InputError: an option that does not exist or has a wrong value.
+            RuntimeUnavailableError: a device that cannot be.
+        """
+        known = cls.option_names
+        unknown = [] if known is None else sorted(set(options) - set(known))
+        if unknown:
+            raise InputError(
+                f"Runtime '{cls.name}' has no such options.",
+                expected=f"of {sorted(known)}" if known else "no options",
+                got=unknown,
+                remedy="check the spelling, or leave them out",
+            )
 
     @abstractmethod
     def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
@@ -149,8 +171,45 @@ def available() -> Mapping[str, str]:
     return answers
 
 
+def check_choice(artifact: Artifact, name: str, device_index: int | None, options: Mapping[str, Any] | None) -> None:
+    """Refuse a choice of runtime that cannot come to anything, without opening a device or importing its package.
+
+    With "auto", options are fine if one of the runtimes that take the artifact's target takes them: which of them
+    is available is seen on first use.
+
+    Args:
+        artifact: a loaded artifact.
+        name: a registered runtime, or "auto".
+        device_index: which device.
+        options: the runtime's options; None stands for none.
+
+    Raises:
+        RuntimeUnavailableError: no runtime of that name is registered, or it cannot execute the artifact's target.
+        InputError: an option that the runtime does not have or whose value is wrong.
+    """
+    given = _checked(name, device_index, options)
+    if name != "auto":
+        kind = runtime_class(name)
+        _require_target(kind, artifact)
+        kind.check_options(device_index, given)
+        return
+    first: NPUError | None = None
+    for candidate in _candidates(artifact):
+        try:
+            kind = runtime_class(candidate)
+        except RuntimeUnavailableError:  # whether another one can run it is seen on first use
+            continue
+        if artifact.target in kind.targets:
+            try:
+                return kind.check_options(device_index, given)
+            except NPUError as error:
+                first = first or error
+    if first is not None:
+        raise first
+
+
 def open_runtime(artifact: Artifact, name: str = "auto", *, device_index: int | None = None, **options: Any) -> Runtime:
-    """Open ``artifact`` with the runtime ``name``.
+    """Open ``artifact`` with the runtime ``name``, after making sure that it still is what was loaded.
 
     Args:
         artifact: a loaded artifact.
@@ -161,11 +220,14 @@ def open_runtime(artifact: Artifact, name: str = "auto", *, device_index: int | 
 
     Raises:
         RuntimeUnavailableError: no runtime for this artifact can run here; the message lists each with its reason.
+        InputError: an option that the runtime does not have or whose value is wrong.
+        ArtifactError: the artifact was replaced, moved or damaged since it was loaded.
     """
+    _checked(name, device_index, options)
     if name != "auto":
         return _open(runtime_class(name), artifact, device_index, options)
     reasons: list[str] = []
-    for candidate in sorted(_entry_points(), key=lambda known: (known != artifact.target, known)):
+    for candidate in _candidates(artifact):
         try:
             kind = runtime_class(candidate)
         except RuntimeUnavailableError as error:
@@ -184,7 +246,19 @@ def open_runtime(artifact: Artifact, name: str = "auto", *, device_index: int | 
     )
 
 
+def _candidates(artifact: Artifact) -> list[str]:
+    """All registered names, the one that is also the target's first."""
+    return sorted(_entry_points(), key=lambda known: (known != artifact.target, known))
+
+
 def _open(kind: type[Runtime], artifact: Artifact, device_index: int | None, options: dict[str, Any]) -> Runtime:
+    _require_target(kind, artifact)
+    kind.check_options(device_index, options)
+    artifact.verify()
+    return kind.open(artifact, device_index=device_index, **options)
+
+
+def _require_target(kind: type[Runtime], artifact: Artifact) -> None:
     if artifact.target not in kind.targets:
         raise RuntimeUnavailableError(
             f"Runtime '{kind.name}' cannot execute an artifact for target '{artifact.target}'.",
@@ -192,4 +266,33 @@ def _open(kind: type[Runtime], artifact: Artifact, device_index: int | None, opt
             got=artifact.target,
             remedy="compile the module for that target, or choose runtime='auto'",
         )
-    return kind.open(artifact, device_index=device_index, **options)
+
+
+def _checked(name: object, device_index: object, options: object) -> Mapping[str, Any]:
+    """The options as a mapping; refuses what no runtime could take."""
+    if not isinstance(name, str):
+        raise InputError(
+            "The runtime is chosen by its name.",
+            expected="'auto' or the name of a registered runtime",
+            got=repr(name),
+            remedy="for an open runtime without an artifact, use NPUFrozenModule.from_runtime(runtime)",
+        )
+    if device_index is not None and (not isinstance(device_index, int) or isinstance(device_index, bool)):
+        raise InputError(
+            "device_index is wrong.", expected="None or an integer from 0 on", got=repr(device_index),
+            remedy="leave it out for the first device",
+        )  # fmt: skip
+    if isinstance(device_index, int) and device_index < 0:
+        raise InputError(
+            "device_index is negative.", expected="None or an integer from 0 on", got=device_index,
+            remedy="leave it out for the first device",
+        )  # fmt: skip
+    given = {} if options is None else options
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise InputError(
+            "runtime_options are wrong.",
+            expected="options by name, such as {'threads': 2}",
+            got=repr(given)[:200],
+            remedy="pass a dict, or leave it out",
+        )
+    return given

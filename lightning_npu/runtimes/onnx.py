@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_npu.artifact import Artifact
 
 _INSTALL = "pip install onnxruntime"
+_MOST_THREADS = 1024
+_STRANGER = "do not use this artifact; get it again from somebody you trust"
 
 
 class OnnxRuntime(Runtime):
@@ -38,11 +40,13 @@ class OnnxRuntime(Runtime):
 
     Raises:
         RuntimeUnavailableError: onnxruntime is not installed.
-        ArtifactError: ONNX Runtime cannot load the file.
+        ArtifactError: ONNX Runtime cannot load the file, or it reads weights from another file.
+        InputError: a wrong number of threads.
     """
 
     name: ClassVar[str] = "onnx"
     targets: ClassVar[tuple[str, ...]] = ("onnx",)
+    option_names: ClassVar[tuple[str, ...] | None] = ("threads",)
 
     def __init__(
         self,
@@ -53,12 +57,14 @@ class OnnxRuntime(Runtime):
         fingerprint: str = "",
         threads: int | None = None,
     ) -> None:
+        _check_threads(threads)
         try:
             import onnxruntime
         except ImportError as error:
             raise RuntimeUnavailableError(
                 f"Runtime 'onnx' needs the package onnxruntime, which cannot be imported: {error}.", remedy=_INSTALL
             ) from error
+        _refuse_external_data(Path(model))
         self.inputs, self.outputs, self.fingerprint = tuple(inputs), tuple(outputs), fingerprint
         self.threads = self.host_threads = threads or max(1, available_cores() // 2)
         self.device = f"CPU ({instruction_set()}, {self.threads} thread{'s' * (self.threads > 1)})"
@@ -66,6 +72,7 @@ class OnnxRuntime(Runtime):
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
+        options.add_session_config_entry("session.load_model_format", "ONNX")  # what was looked at, whatever its name
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
         try:
@@ -92,38 +99,39 @@ class OnnxRuntime(Runtime):
         return f"ok: onnxruntime {installed} on the CPU ({instruction_set()}, {available_cores()} cores)"
 
     @classmethod
+    def check_options(cls, device_index: int | None, options: Mapping[str, Any]) -> None:
+        """Refuse unknown options, a number of threads that is none, and a second CPU."""
+        super().check_options(device_index, options)
+        _check_threads(options.get("threads"))
+        if device_index not in (None, 0):
+            raise RuntimeUnavailableError(
+                "Runtime 'onnx' has one device, the CPU.",
+                expected="device_index None or 0",
+                got=device_index,
+                remedy="leave device_index out",
+            )
+
+    @classmethod
     def open(
-        cls,
-        artifact: Artifact,
-        *,
-        device_index: int | None = None,
-        threads: int | None = None,
-        role: str = "model",
-        **options: Any,
+        cls, artifact: Artifact, *, device_index: int | None = None, threads: int | None = None, **options: Any
     ) -> OnnxRuntime:
-        """Open the artifact's INT8 model, or with ``role="reference"`` its FP32 reference, on the CPU.
+        """Open the artifact's INT8 model on the CPU.
 
         Args:
             artifact: an artifact with target "onnx".
             device_index: None or 0: there is one CPU.
             threads: threads of one call.
-            role: which file of the artifact to run.
             **options: none are known.
         """
-        if options:
-            raise InputError("Runtime 'onnx' has no such options.", expected="threads or role", got=sorted(options))
-        _refuse_external_data(artifact.file(role))
-        if device_index not in (None, 0):
-            raise RuntimeUnavailableError(
-                "Runtime 'onnx' has one device, the CPU.", expected="device_index None or 0", got=device_index
-            )
-        return cls(
-            artifact.file(role),
-            artifact.inputs,
-            artifact.outputs,
-            fingerprint=artifact.fingerprint if role == "model" else f"{role}:{artifact.fingerprint}",
-            threads=threads,
-        )
+        cls.check_options(device_index, {"threads": threads, **options})
+        fingerprint = artifact.fingerprint
+        return cls(artifact.file("model"), artifact.inputs, artifact.outputs, fingerprint=fingerprint, threads=threads)
+
+    @classmethod
+    def open_reference(cls, artifact: Artifact) -> OnnxRuntime:
+        """Open the artifact's FP32 reference on the CPU, as what the INT8 model is compared to."""
+        fingerprint = f"reference:{artifact.fingerprint}"
+        return cls(artifact.file("reference"), artifact.inputs, artifact.outputs, fingerprint=fingerprint)
 
     def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Run one batch; see :meth:`Runtime.run`."""
@@ -154,16 +162,45 @@ class OnnxRuntime(Runtime):
         self._session = None
 
 
-def _refuse_external_data(path: Path) -> None:
-    """A graph may name further files to read weights from; one from outside could name any file of this machine."""
-    import onnx
+def _check_threads(threads: object) -> None:
+    if threads is None:
+        return
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _MOST_THREADS:
+        raise InputError(
+            "The number of threads is wrong.",
+            expected=f"None, or an integer from 1 to {_MOST_THREADS}",
+            got=repr(threads),
+            remedy="leave threads out to take half of the cores",
+        )
 
-    model = onnx.load(str(path), load_external_data=False)
-    for tensor in model.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+
+def _refuse_external_data(path: Path) -> None:
+    """A graph may name further files to read tensors from; one from outside could name any file of this machine.
+
+    Wherever a tensor can be: among weights, in attributes, in subgraphs, in functions.
+    """
+    from onnx import ModelProto, TensorProto
+
+    try:
+        model = ModelProto.FromString(path.read_bytes())
+    except Exception as error:  # protobuf's own DecodeError, or the file cannot be read
+        raise ArtifactError(
+            f"{path} is no ONNX model: {error}.",
+            expected="a serialized ONNX ModelProto",
+            remedy="copy the artifact again, or compile the module again",
+        ) from error
+    pending: list[Any] = [model]
+    while pending:
+        message = pending.pop()
+        if isinstance(message, TensorProto) and (
+            message.data_location == TensorProto.EXTERNAL or len(message.external_data)
+        ):
             raise ArtifactError(
                 f"{path} reads weights from another file.",
                 expected="all weights inside the ONNX file",
-                got=f"tensor '{tensor.name}' lies outside",
-                remedy="do not use this artifact; get it again from somebody you trust",
+                got=f"tensor '{message.name}' lies outside",
+                remedy=_STRANGER,
             )
+        for field, value in message.ListFields():
+            if field.message_type is not None:
+                pending.extend([value] if hasattr(value, "ListFields") else value)
