@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_npu.errors import InputError, NPUError
+from lightning_npu.errors import NPUError
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from lightning_npu.artifact import Artifact
+    from lightning_npu.artifact import Artifact, OutputFidelity
 
 
 class _Group(click.Group):
@@ -90,14 +87,13 @@ def compile_command(
 
     MODULE:NAME is imported with the working directory on the path, as in `my_package.policy:build_encoder`.
     """
+    from lightning_npu.cli_data import build_module, calibration_batches, example
     from lightning_npu.compile import compile_module
     from lightning_npu.compile.split import split_module
 
-    built = _build_module(module)
-    batches = list(_calibration(calibration))
-    if not batches:
-        raise InputError(f"{calibration} gives no inputs.", expected="at least one batch of real inputs")
-    args, kwargs = _example(batches[0])
+    built = build_module(module)
+    first, batches = calibration_batches(calibration)
+    args, kwargs = example(first)
     head = built if cut is None else split_module(built, cut, args, example_kwargs=kwargs)[0]
     artifact = compile_module(
         head,
@@ -118,26 +114,40 @@ def compile_command(
 
 @main.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the manifest; with --measure, the figures under 'measured'."
+)
 @click.option("--measure", is_flag=True, help="Measure fidelity again, on this machine.")
 def inspect(artifact: Path, as_json: bool, measure: bool) -> None:
     """Verify an artifact and say what is in it."""
     from lightning_npu.artifact import Artifact
 
     loaded = Artifact.load(artifact)
-    click.echo(json.dumps(loaded.manifest, indent=1) if as_json else _describe(loaded))
-    if measure:
-        from lightning_npu.compile.fidelity import format_table
-        from lightning_npu.remeasure import remeasure
-        from lightning_npu.runtimes.base import open_runtime
+    device, measured = _measure(loaded) if measure else ("", None)
+    if as_json:
+        from lightning_npu.runtimes.cpu import instruction_set
 
-        runtime = open_runtime(loaded)
-        try:
-            measured = remeasure(loaded, runtime, always=True)
-        finally:
-            runtime.close()
-        if measured is not None:
-            click.echo(f"\nmeasured now on {runtime.device}:\n{format_table(measured)}")
+        figures = None if measured is None else {name: f.to_json() for name, f in measured.items()}
+        now = {"device": device, "instruction_set": instruction_set(), "outputs": figures}
+        click.echo(json.dumps({**loaded.manifest, **({"measured": now} if measure else {})}, indent=1))
+        return
+    click.echo(_describe(loaded))
+    if measured is not None:
+        from lightning_npu.compile.fidelity import format_table
+
+        click.echo(f"\nmeasured now on {device}:\n{format_table(measured)}")
+
+
+def _measure(artifact: Artifact) -> tuple[str, Mapping[str, OutputFidelity] | None]:
+    """The device and what was measured on it; None where the artifact holds no samples to measure with."""
+    from lightning_npu.remeasure import remeasure
+    from lightning_npu.runtimes.base import open_runtime
+
+    runtime = open_runtime(artifact)
+    try:
+        return runtime.device, remeasure(artifact, runtime, always=True)
+    finally:
+        runtime.close()
 
 
 def _describe(artifact: Artifact) -> str:
@@ -167,63 +177,3 @@ def _describe(artifact: Artifact) -> str:
     lines.append(f"  fidelity, through '{judged['runtime']}' on {judged['instruction_set']}{elsewhere}")
     lines += [f"    {line}" for line in format_table(artifact.fidelity).splitlines()]
     return "\n".join(lines)
-
-
-def _load_object(reference: str) -> Any:
-    name, _, attribute = reference.partition(":")
-    if not attribute:
-        raise InputError(
-            f"'{reference}' does not name a Python object.", expected="MODULE:NAME", got=reference,
-            remedy="for example my_package.policy:build_encoder",
-        )  # fmt: skip
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"'{reference}' cannot be imported: {error}.", remedy="run the command where the package can be imported"
-        ) from error
-    return found
-
-
-def _build_module(reference: str) -> nn.Module:
-    from torch import nn
-
-    found = _load_object(reference)
-    if not isinstance(found, nn.Module) and callable(found):
-        found = found()
-    if not isinstance(found, nn.Module):
-        raise InputError(
-            f"'{reference}' gives no nn.Module.", expected="an nn.Module, or a function that returns one",
-            got=type(found).__name__,
-        )  # fmt: skip
-    return found
-
-
-def _calibration(reference: str) -> Iterable[Any]:
-    path = Path(reference)
-    if path.suffix not in (".npy", ".npz"):
-        found = _load_object(reference)
-        made: Iterable[Any] = found() if callable(found) and not hasattr(found, "__iter__") else found
-        return made
-    import numpy as np
-    import torch
-
-    try:
-        loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.", expected="a NumPy file of plain arrays") from error
-    if path.suffix == ".npy":
-        return [(batch,) for batch in torch.split(torch.from_numpy(loaded), 8)]
-    with loaded:
-        parts = {name: torch.split(torch.from_numpy(loaded[name]), 8) for name in loaded.files}
-    return [dict(zip(parts, batch, strict=True)) for batch in zip(*parts.values(), strict=True)]
-
-
-def _example(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(item, dict):
-        return (), item
-    return (tuple(item), {}) if isinstance(item, (tuple, list)) else ((item,), {})
