@@ -113,9 +113,7 @@ def main() -> None:
     only_s = HEAD_S + ENCODE_S
     print("SIMULATED training device and accelerator; powers are stated: GPU", GPU_ACTIVE_W, "W active,", GPU_IDLE_W)
     print("W idle; accelerator", NPU_ACTIVE_W, "W active,", NPU_IDLE_W, "W idle. Ratios to GPU only, medians.\n")
-    print(
-        "| T_npu / GPU-only step | time, balance off | time, auto | spread | share offloaded | energy off | energy auto |"
-    )
+    print("| T_npu / GPU-only step | time, off | time, auto | spread | share offloaded | energy, off | energy, auto |")
     print("|---|---|---|---|---|---|---|")
     for ratio in (0.25, 1.15, 1.38, 2.0, 4.0):
         rows = []

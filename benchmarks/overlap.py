@@ -125,9 +125,8 @@ def main() -> None:
     train_s = args.train_ms / 1e3
     kind = "Python, holding the interpreter lock" if args.python else "a sleep, as waiting for a GPU"
     print(f"SIMULATED device. Training step {args.train_ms:g} ms ({kind}), batch {BATCH}, {repeats} repeats\n")
-    print(
-        "| T_npu/T_train | jitter | serial | depth 1 | depth 2 | depth 4 | auto | spread of auto | limit at 2 | limit at 8 |"
-    )
+    columns = ("T_npu/T_train", "jitter", "serial", "depth 1", "depth 2", "depth 4", "auto", "spread of auto")
+    print(f"| {' | '.join(columns)} | limit at 2 | limit at 8 |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for ratio in ratios:
         for jitter in (0.0, 0.2):
