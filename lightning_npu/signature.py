@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_npu.errors import InputError
-from lightning_npu.structure import Constant, Items, Leaf, Named, Node, describe, leaf_names, node_from_json
+from lightning_npu.places import constants, leaf_names, unwritable_keys
+from lightning_npu.structure import Constant, Items, Leaf, Named, Node, describe, is_array, node_from_json
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class CallSignature:
         """Describe one call of ``forward``.
 
         Raises:
-            InputError: the arguments do not fit the signature.
+            InputError: the arguments do not fit the signature, or hold what cannot be recorded.
         """
         signature = inspect.signature(forward)
         try:
@@ -57,6 +58,7 @@ class CallSignature:
         parameters, offset = [], 0
         for name, parameter in signature.parameters.items():
             node, found = describe(bound.arguments[name])
+            _require_recordable(name, node)
             _shift(node, offset)
             offset += len(found)
             has_default = parameter.default is not inspect.Parameter.empty
@@ -179,3 +181,21 @@ def _shift(node: Node, offset: int) -> None:
     elif isinstance(node, (Items, Named)):
         for item in node.items:
             _shift(item, offset)
+
+
+def _require_recordable(name: str, node: Node) -> None:
+    for place, held in constants(node, f"'{name}'").items():
+        if is_array(held.original):
+            raise InputError(
+                f"Argument {place} is an array, which would be taken for a constant.",
+                expected="a torch tensor",
+                got=f"{type(held.original).__name__} of shape {list(held.original.shape)}",
+                remedy="convert it: torch.as_tensor(array)",
+            )
+    if odd := unwritable_keys(node):
+        raise InputError(
+            f"Argument '{name}' holds a dict with keys that an artifact cannot record.",
+            expected="keys that are texts or numbers",
+            got=f"{type(odd[0]).__name__} {odd[0]!r}"[:200],
+            remedy="use the key's name or value instead",
+        )

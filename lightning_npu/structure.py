@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import keyword
+import math
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
 from lightning_npu.errors import ArtifactError, InputError
 
-_PRIMITIVES = (bool, int, float, str, type(None))
+PRIMITIVES = (bool, int, float, str, type(None))
 
 
 class Record(OrderedDict[str, Any]):
@@ -86,9 +88,10 @@ class Constant(Node):
 
     def flatten(self, value: Any, where: str, tensors: list[Tensor]) -> None:
         """Take no tensor, but insist on the recorded value."""
-        same = repr(value) == self.value if self.opaque else type(value) is type(self.value) and value == self.value
-        if not same:
-            raise _mismatch(where, f"{self.value!r}, as when it was compiled" if not self.opaque else self.value, value)
+        given = constant(value)
+        if given.opaque != self.opaque or type(given.value) is not type(self.value) or given.value != self.value:
+            held = self.value if self.opaque else repr(self.value)
+            raise _mismatch(where, f"{_short(held)}, as when it was compiled", value)
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """Give the value; None for an opaque one that was read from a file."""
@@ -180,21 +183,29 @@ def describe(value: Any, *, merge: bool = False) -> tuple[Node, list[Tensor]]:
             seen[id(part)] = len(tensors)
             tensors.append(part)
             return Leaf(len(tensors) - 1)
-        if isinstance(part, _PRIMITIVES):
-            return Constant(part)
         named = _named_parts(part)
         if named is not None:
             kind = (
                 "namedtuple" if isinstance(part, tuple) else "dict" if type(part) in (dict, OrderedDict) else "record"
             )
-            if kind == "record":  # as such classes do themselves, absent fields are left out
+            if kind == "record" and isinstance(part, Mapping):  # as Hugging Face's do, absent fields are left out
                 named = {key: item for key, item in named.items() if item is not None}
             return Named(kind, list(named), [visit(item) for item in named.values()], type(part).__name__)
         if isinstance(part, (list, tuple)):
             return Items(list if isinstance(part, list) else tuple, [visit(item) for item in part])
-        return Constant(repr(part), opaque=True, original=part)
+        return constant(part)
 
     return visit(value), tensors
+
+
+def constant(value: Any) -> Constant:
+    """A value that is no tensor: a primitive as itself, anything else (enums, infinities) by its repr."""
+    if isinstance(value, PRIMITIVES) and not isinstance(value, Enum):
+        if type(value) not in PRIMITIVES:  # np.float64 is a float, and a file gives it back as one
+            value = next(base(value) for base in (int, float, str) if isinstance(value, base))
+        if not isinstance(value, float) or math.isfinite(value):  # JSON has no other numbers
+            return Constant(value)
+    return Constant(repr(value), opaque=True, original=value)
 
 
 def node_from_json(data: Mapping[str, Any]) -> Node:
@@ -213,7 +224,7 @@ def node_from_json(data: Mapping[str, Any]) -> Node:
         return Leaf(index)
     if kind in ("constant", "opaque"):
         value = data.get("value", _ABSENT)
-        if not isinstance(value, str if kind == "opaque" else _PRIMITIVES):
+        if not isinstance(value, str if kind == "opaque" else PRIMITIVES):
             raise _damaged("A constant has no value.", "text" if kind == "opaque" else "a primitive", value)
         return Constant(value, opaque=kind == "opaque")
     if kind not in ("tuple", "list", "dict", "namedtuple", "record"):
@@ -226,7 +237,7 @@ def node_from_json(data: Mapping[str, Any]) -> Node:
     name, keys = data.get("type", ""), data.get("keys")
     if not isinstance(keys, list) or len(keys) != len(items):
         raise _damaged(f"A {kind} does not have one key per item.", f"{len(items)} keys", keys)
-    if not all(isinstance(key, _PRIMITIVES) for key in keys) or len(set(keys)) != len(keys):
+    if not all(isinstance(key, PRIMITIVES) for key in keys) or len(set(keys)) != len(keys):
         raise _damaged(f"The keys of a {kind} are not unique primitives.", "each key once", keys)
     names = [name, *keys] if kind == "namedtuple" else []
     if not all(isinstance(n, str) and n.isidentifier() and not keyword.iskeyword(n) for n in names):
@@ -249,29 +260,29 @@ def _damaged(what: str, expected: str, got: object) -> ArtifactError:
     )
 
 
-def leaf_names(node: Node, prefix: str) -> list[str]:
-    """One name per leaf of ``node``, in flat order, joined by underscores: ``batch_image``, ``features_0``."""
-    if isinstance(node, Leaf):
-        return [prefix]
-    if isinstance(node, Items):
-        return [n for i, item in enumerate(node.items) for n in leaf_names(item, f"{prefix}_{i}")]
-    if isinstance(node, Named):
-        return [n for key, item in zip(node.keys, node.items, strict=True) for n in leaf_names(item, f"{prefix}_{key}")]
-    return []
-
-
 def _mismatch(where: str, expected: str, value: Any) -> InputError:
     if isinstance(value, Tensor):
         got = f"a tensor of shape {list(value.shape)}"
+    elif is_array(value):
+        got = f"a {type(value).__name__} of shape {list(value.shape)} and dtype {value.dtype}: convert it to a tensor"
     elif isinstance(value, (list, tuple)):
         got = f"a {type(value).__name__} of {len(value)} items"
     elif isinstance(value, Mapping):
         got = f"a {type(value).__name__} with {list(value)}"
     else:
-        got = repr(value)
+        got = _short(repr(value))
     return InputError(
         f"Argument {where} is not what the module was compiled for.",
         expected=expected,
         got=got,
         remedy="call it as when it was compiled, or compile it again with example inputs of this kind",
     )
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of another library, such as NumPy's."""
+    return not isinstance(value, Tensor) and hasattr(value, "dtype") and len(getattr(value, "shape", ())) > 0
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
+from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_npu.compile.capture import capture_inputs
-from lightning_npu.errors import InputError
+from lightning_npu.errors import CompileError, InputError
 
 
 class Policy(nn.Module):
@@ -330,3 +332,99 @@ def test_recording_stops_at_the_batch_that_holds_enough_samples() -> None:
     captured = capture_inputs(model, "0", (torch.zeros(4, 2) for _ in range(9)), limit_batches=9, limit_samples=10)
     assert captured.batches == 3
     assert sum(call.args[0].shape[0] for call in captured.calls) == 12
+
+
+def test_everything_that_a_step_changes_comes_back() -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.total, self.history = 0, [1]
+
+    class Momentum(Learner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(3, 2)
+            self.hidden = [nn.Linear(3, 2)]  # in a list, so that it is not registered
+            self.queue: deque[int] = deque([5], maxlen=2)
+            self.table: dict[str, Any] = {"first": torch.zeros(2)}
+            self.meter = Meter()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                for target in (self.target, self.hidden[0]):
+                    for parameter in target.parameters():
+                        parameter.mul_(0.5).add_(0.5)
+            self.policy.head.weight.data = torch.zeros(2, 3)
+            self.policy.head.weight.requires_grad_(False)
+            self.queue.extend([6, 7])
+            self.table["first"].add_(1)
+            self.table["second"] = 2
+            self.meter.total += 1
+            self.meter.history.append(2)
+            return super().training_step(batch, batch_idx)
+
+    model, data = Momentum(), loader()
+    before = state(model)
+    hidden = model.hidden[0].weight.clone()
+    order = [id(parameter) for parameter in model.parameters()]
+    capture_inputs(model, "policy.encoder", data, limit_batches=2)
+    assert_same_state(before, state(model))
+    assert order == [id(parameter) for parameter in model.parameters()]
+    assert model.policy.head.weight.requires_grad
+    assert torch.equal(model.hidden[0].weight, hidden)
+    assert list(model.queue) == [5]
+    assert list(model.table) == ["first"]
+    assert model.table["first"].tolist() == [0, 0]
+    assert (model.meter.total, model.meter.history) == (0, [1])
+
+
+def test_manual_optimization_warns_that_one_call_is_seen() -> None:
+    class TwoCameras(Learner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any) -> None:
+            self.policy(batch[0])
+            self.policy(batch[0] * 30)
+
+    with pytest.warns(UserWarning, match=r"only the first call of 'policy.encoder'.*pass run=lambda model, batch"):
+        captured = capture_inputs(TwoCameras(), "policy.encoder", loader(), limit_batches=2)
+    assert len(captured.calls) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = capture_inputs(
+            TwoCameras(),
+            "policy.encoder",
+            loader(),
+            limit_batches=2,
+            run=lambda m, batch: m.training_step(batch),
+        )
+    assert len(captured.calls) == 4
+
+
+def test_masks_of_zero_and_minus_infinity_are_recorded() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x, src_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
+
+    captured = capture_inputs(Masked(), "encoder", [torch.randn(2, 5, 8)], limit_batches=1)
+    assert captured.calls[0].kwargs["src_mask"].isinf().sum() == 10
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda model: model.encoder.bfloat16(), r"'encoder' is in half precision(.|\n)*offload in FP32 first"),
+        (lambda model: None, r"'encoder' was built or loaded under torch.inference_mode"),
+    ],
+)
+def test_modules_that_cannot_be_compiled_are_refused_at_once(spoil: Any, message: str) -> None:
+    with torch.inference_mode(spoil(Policy()) is None):
+        model = Policy()
+    spoil(model)
+    with pytest.raises(CompileError, match=message):
+        capture_inputs(model, "encoder", [torch.randn(2, 4)], limit_batches=1)

@@ -619,3 +619,25 @@ def test_random_graphs(case: tuple[Dag, int]) -> None:
                 total = sum(tensor.sum() for tensor in result if tensor.requires_grad)
                 grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
                 assert all(grad is not None for grad in grads)
+
+
+def test_modules_built_under_inference_mode_are_named():
+    with torch.inference_mode():
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(CompileError, match=r"Sequential was built or loaded under torch.inference_mode"):
+        split_module(module, "0", (torch.randn(2, 2),))
+
+
+def test_what_torch_export_prints_is_not_shown(capfd):
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y * 2 if y.sum() > 0 else y
+
+    with pytest.raises(CompileError, match="neither torch.fx nor torch.export can follow"):
+        split_module(Decides(), "linear", (torch.randn(2, 2),))
+    assert capfd.readouterr().err == ""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_npu.errors import ArtifactError, InputError
+from lightning_npu.places import leaf_names
 from lightning_npu.signature import CallSignature
-from lightning_npu.structure import Record, describe, leaf_names, node_from_json
+from lightning_npu.structure import Record, describe, node_from_json
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -68,9 +71,58 @@ def test_records_replace_dataclasses() -> None:
     assert built.last_hidden_state is x
     assert built[0] is x
     assert built["last_hidden_state"] is x
+    assert built.pooled is None  # a plain dataclass has all of its fields
+    assert built.to_tuple() == (x, None)
+    with pytest.raises(AttributeError, match="no field 'poled'"):
+        _ = built.poled
+
+
+def test_mapping_dataclasses_leave_out_what_is_none() -> None:
+    @dataclass
+    class ModelOutput(OrderedDict):  # as Hugging Face's
+        last_hidden_state: Tensor
+        attentions: Tensor | None = None
+
+        def __post_init__(self) -> None:
+            for field in fields(self):
+                self[field.name] = getattr(self, field.name)
+
+    x = torch.zeros(2)
+    built = describe(ModelOutput(x))[0].build([x])
     assert built.to_tuple() == (x,)
-    with pytest.raises(AttributeError, match="no field 'pooled'"):
-        _ = built.pooled
+
+
+class Mode(str, Enum):
+    A = "a"
+    B = "b"
+
+
+@pytest.mark.parametrize(
+    ("held", "other"),
+    [(Mode.A, Mode.B), (float("inf"), 1.0), (float("nan"), 0.0), (np.float64(2.5), 2.0), (np.int64(3), np.int64(4))],
+)
+def test_values_that_json_lacks_are_recognised_again(held: Any, other: Any) -> None:
+    def forward(x: Tensor, value: Any = None) -> None: ...
+
+    recorded, _ = CallSignature.record(forward, (torch.zeros(1), held), {})
+    again = CallSignature.from_json(json.loads(json.dumps(recorded.to_json(), allow_nan=False)))
+    assert len(again.flatten((torch.zeros(1), held), {})) == 1
+    with pytest.raises(InputError, match="Argument 'value' is not what the module was compiled for"):
+        again.flatten((torch.zeros(1), other), {})
+    assert recorded.arguments([torch.zeros(1)])[0][1] is held or isinstance(held, np.floating)
+
+
+def test_arrays_are_named_by_their_shape() -> None:
+    with pytest.raises(InputError, match=r"Argument 'images'(.|\n)*a ndarray of shape \[100, 100\]") as caught:
+        signature().flatten((np.zeros((100, 100)), torch.zeros(1)), {})
+    assert len(str(caught.value)) < 500
+    with pytest.raises(InputError, match=r"Argument 'state' is an array(.|\n)*torch.as_tensor"):
+        CallSignature.record(forward, (torch.zeros(1), np.zeros((2, 2))), {})
+
+
+def test_keys_that_a_file_cannot_hold_are_refused() -> None:
+    with pytest.raises(InputError, match=r"'images' holds a dict with keys(.|\n)*Mode"):
+        CallSignature.record(forward, ({Mode.A: torch.zeros(1)}, torch.zeros(1)), {})
 
 
 def test_a_tensor_that_occurs_twice_is_returned_twice() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_npu.compile.run_model import Reached, candidates, move, reason, runner
+from lightning_npu.compile.eligible import require_eligible
+from lightning_npu.compile.run_model import Reached, candidates, find, move, reason, runner
+from lightning_npu.compile.samples import unusable
 from lightning_npu.compile.trees import put_together, take_apart
 from lightning_npu.compile.undisturbed import undisturbed
 from lightning_npu.errors import InputError
@@ -53,11 +55,12 @@ def capture_inputs(
 ) -> CapturedCalls:
     """Runs a model on a few batches and records every call of one of its submodules.
 
-    The model is left as it was: it runs in eval mode without gradients, and train/eval flags, buffers, attributes,
-    hooks and random state are restored, also after an error. A LightningModule is run by its ``training_step``, after
-    its own batch transfer hooks, and logs nothing. With manual optimization the step is ended as soon as the
-    submodule is called, before an optimizer can move weights; other steps run to their end, so that several calls
-    per batch are seen, and whatever they raise after a call of the submodule is let pass (they may need a Trainer).
+    The model is left as it was: it runs in eval mode without gradients, and train/eval flags, parameters, buffers,
+    attributes, hooks and random state are restored, also after an error (see :func:`undisturbed`). A LightningModule is
+    run by its ``training_step``, after its own batch transfer hooks, and logs nothing. With manual optimization the
+    step is ended as soon as the submodule is called, before an optimizer can move weights: a warning says that further
+    calls in the step are not seen. Other steps run to their end, so that several calls per batch are seen, and whatever
+    they raise after a call of the submodule is let pass (they may need a Trainer).
 
     Args:
         model: the model: a plain module, or a LightningModule with or without a Trainer.
@@ -75,8 +78,10 @@ def capture_inputs(
     Raises:
         InputError: there is no such submodule, it is not built yet, or the model never calls it; the loader is empty;
             neither the model nor the submodule runs on its first item; or the inputs hold NaN or infinities.
+        CompileError: the submodule is in half precision or was built under inference mode.
     """
-    target = _find(model, submodule)
+    target = find(model, submodule)
+    require_eligible(target, submodule)
     if limit_batches < 1:
         raise InputError("limit_batches is too small.", expected="1 or more", got=limit_batches)
     if isinstance(loader, Tensor | Mapping | str):
@@ -86,7 +91,8 @@ def capture_inputs(
             got=type(loader).__name__,
             remedy="put it into a list: [batch]",
         )
-    recorder = _Recorder(target, submodule, first_only=getattr(model, "automatic_optimization", True) is False)
+    steps = run is None and getattr(model, "automatic_optimization", True) is False
+    recorder = _Recorder(target, submodule, first_only=steps)
     hook = target.register_forward_pre_hook(recorder, with_kwargs=True, prepend=True)  # before hooks that edit inputs
     try:
         with undisturbed(model):
@@ -150,6 +156,13 @@ def _capture(
             expected="a submodule that is used whenever the model runs, called as a module (not through .forward)",
             remedy="name the submodule that is called, or pass run=lambda model, batch: ... that uses it",
         )
+    if recorder.cut_short:
+        warnings.warn(
+            f"{type(model).__name__} optimizes manually, so only the first call of '{submodule}' in each training_step "
+            "was recorded: if it is called more often (a second camera), pass run=lambda model, batch: ... that makes "
+            "all calls.",
+            stacklevel=3,
+        )
     return CapturedCalls(recorder.calls, batches)
 
 
@@ -206,6 +219,7 @@ class _Recorder:
         self._name, self._first_only = name, first_only
         self._signature = inspect.signature(target.forward)
         self._number, self._start = 0, 0
+        self.cut_short = False
 
     def begin(self, number: int) -> None:
         """A new batch."""
@@ -233,6 +247,7 @@ class _Recorder:
         self._require_finite(args, kwargs)
         self.calls.append(Call(*put_together(template, copies)))
         if self._first_only:
+            self.cut_short = True
             raise Reached
 
     def _require_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,38 +258,14 @@ class _Recorder:
         for name, value in named.items():
             _, leaves, paths = take_apart(value, name, is_slot=_is_tensor)
             for leaf, path in zip(leaves, paths, strict=True):
-                bad = int((~torch.isfinite(leaf)).sum()) if leaf.is_floating_point() else 0
+                bad = unusable(leaf) if leaf.is_floating_point() else 0
                 if bad:
                     raise NotFiniteError(
                         f"Input '{path}' of '{self._name}' holds {bad} NaN or infinite values of {leaf.numel()} in "
                         f"batch {self._number} (counted from 0).",
-                        expected="finite values only: one NaN would spoil the range of the whole tensor",
+                        expected="finite values (a mask of 0 and -inf is fine): one NaN would spoil a whole range",
                         remedy="mend the data, or leave such samples out of the calibration loader",
                     )
-
-
-def _find(model: nn.Module, name: str) -> nn.Module:
-    known = [known for known, _ in model.named_modules(remove_duplicate=False) if known]
-    if name in known:
-        return model.get_submodule(name)
-    value: Any = model
-    for atom in name.split("."):
-        if not hasattr(value, atom):
-            break
-        value = getattr(value, atom)
-        if value is None:
-            raise InputError(
-                f"'{name}' of {type(model).__name__} is not built yet: '{atom}' is None.",
-                expected="an nn.Module",
-                got="None",
-                remedy="offload after it was built, for example at the end of setup() or configure_model()",
-            )
-    raise InputError(
-        f"{type(model).__name__} has no submodule '{name}'.",
-        expected=f"the name of a submodule; the nearest are {difflib.get_close_matches(name, known, n=5) or known[:5]}",
-        got=repr(name),
-        remedy="print([name for name, _ in model.named_modules()]) lists them all",
-    )
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import re
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_npu.compile.export_check import check_shapes, compare_with_torch, samples, with_samples
+from lightning_npu.compile.quiet import quiet
 from lightning_npu.errors import CompileError
 from lightning_npu.tensor_spec import TensorSpec
 
 OPSET = 20  # 23 would fuse attention into one operator that quantisers and NPU compilers do not split
 IR_VERSION = 9  # what opset 20 needs; newer ones are refused by older runtimes and by vendor compilers
+_DETECTS_MASK = "pass is_causal=True or False to the nn.Transformer: else it looks at the mask's values to find out"
 EXPORTER = "torch.export + torch.onnx (dynamo)"
 
 
@@ -106,30 +106,13 @@ def _as_in_use(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's notes about optional packages and its own deprecations from the user."""
-    names = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes")
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-
-
 def _trace(
     module: nn.Module, example: tuple[Tensor, ...], inputs: Sequence[TensorSpec]
 ) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch")
     shapes = tuple({axis: batch for axis, size in enumerate(spec.shape) if size is None} for spec in inputs)
     try:
-        with _quiet():
+        with quiet():
             return torch.export.export(module, example, dynamic_shapes=_per_parameter(module, shapes), strict=False)
     except Exception as error:  # torch.export raises many kinds without a common base
         text = str(error)
@@ -144,7 +127,9 @@ def _trace(
         raise CompileError(
             f"torch.export cannot trace the module: {text.strip().splitlines()[0]}",
             got=_user_line(error),
-            remedy="replace Python decisions on tensor values by torch.where or torch.cond, avoid .item() and NumPy "
+            remedy=_DETECTS_MASK
+            if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__))
+            else "replace Python decisions on tensor values by torch.where or torch.cond, avoid .item() and NumPy "
             "inside forward, or cut the module before that place",
         ) from error
 
@@ -174,7 +159,7 @@ def _user_line(error: BaseException) -> str:
 
 def _convert(program: torch.export.ExportedProgram, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Any:
     try:
-        with _quiet():
+        with quiet():
             converted = torch.onnx.export(
                 program,
                 (),
@@ -213,7 +198,7 @@ def _unsupported(program: torch.export.ExportedProgram, error: BaseException) ->
 
 def _place(program: torch.export.ExportedProgram, operator: str) -> str:
     """Module path and code line of an operator, which may have appeared only when others were decomposed."""
-    with _quiet():
+    with quiet():
         stages = (program, program.run_decompositions())
     for stage in stages:
         for node in stage.graph.nodes:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_npu.compile.graph_names import identifier, leaves, unique
 from lightning_npu.errors import CompileError, InputError
+from lightning_npu.places import constants, unwritable_keys
 from lightning_npu.signature import CallSignature
-from lightning_npu.structure import Constant, Items, Leaf, Named, Node, describe, leaf_names
+from lightning_npu.structure import Constant, Items, Leaf, Named, Node, describe
 from lightning_npu.tensor_spec import DTYPES, TensorSpec
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -32,7 +33,9 @@ class FlatModule(nn.Module):
     Attributes:
         signature: how the module is called.
         structure: what it returns; leaves count the flat outputs first, then the flat inputs.
+        constants: the values in it that are no tensors, by their place.
         example: the flat inputs of the example call.
+        written: names of the inputs that the module changes in place; it is given copies of them.
 
     Raises:
         InputError: the arguments do not fit, or hold no tensor.
@@ -43,34 +46,45 @@ class FlatModule(nn.Module):
         super().__init__()
         self.module = module
         self.signature, flat = CallSignature.record(module.forward, args, kwargs)
-        self.example: tuple[Tensor, ...] = tuple(tensor.detach() for tensor in flat)
+        with torch.inference_mode(False):  # inference tensors cannot be traced
+            self.example: tuple[Tensor, ...] = tuple(tensor.detach().clone() for tensor in flat)
+        self._written: frozenset[int] = frozenset()
         if not self.example:
             raise InputError(
                 "The example inputs hold no tensor.", expected="at least one tensor", remedy="pass example inputs"
             )
         self.structure, self._keep = self._trace_outputs()
+        self.constants = constants(self.structure, "output")
         self.output_count = len(self._keep)
+        self.written = tuple(name for i, name in enumerate(self.signature.tensor_names()) if i in self._written)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the module on flat inputs; gives its flat outputs."""
-        args, kwargs = self.signature.arguments(tensors)
-        found = describe(self.module(*args, **kwargs))[1]
-        return tuple(found[index] for index in self._keep)
+        return self.call(tensors)[0]
+
+    def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Node]:
+        """The flat outputs, and the structure that they come in."""
+        given = [tensor.clone() if index in self._written else tensor for index, tensor in enumerate(tensors)]
+        args, kwargs = self.signature.arguments(given)
+        structure, found = describe(self.module(*args, **kwargs))
+        return tuple(found[index] for index in self._keep), structure
 
     def input_names(self) -> list[str]:
         """A valid, unique graph name per flat input."""
-        return _unique([_identifier(name) for name in self.signature.tensor_names()], taken=set())
+        return unique([identifier(name) for name in self.signature.tensor_names()], taken=set())
 
     def output_names(self) -> list[str]:
         """A valid graph name per flat output, unique among inputs and outputs."""
         names = ["output"] * self.output_count
-        for index, name in _leaves(self.structure, "output"):
+        for index, name in leaves(self.structure, "output"):
             if index < self.output_count:
-                names[index] = _identifier(name)
-        return _unique(names, taken=set(self.input_names()))
+                names[index] = identifier(name)
+        return unique(names, taken=set(self.input_names()))
 
     def _trace_outputs(self) -> tuple[Node, list[int]]:
-        args, kwargs = self.signature.arguments(self.example)
+        with torch.inference_mode(False):
+            given = [tensor.clone() for tensor in self.example]
+        args, kwargs = self.signature.arguments(given)
         try:
             with torch.no_grad():
                 result = self.module(*args, **kwargs)
@@ -80,12 +94,13 @@ class FlatModule(nn.Module):
                 got=", ".join(f"{list(t.shape)} {t.dtype}" for t in self.example),
                 remedy="check that the module runs on them in eval mode",
             ) from error
-        _, leaves = describe(result)
-        structure, _ = describe(result)
+        self._written = frozenset(index for index, tensor in enumerate(given) if tensor._version)
+        handed = {id(tensor): index for index, tensor in enumerate(given) if index not in self._written}
+        structure, found = describe(result)
         keep: list[int] = []
         place: dict[int, int] = {}  # id of a tensor -> its index among the kept outputs
-        for index, tensor in enumerate(leaves):
-            if id(tensor) not in place and not any(tensor is given for given in self.example):
+        for index, tensor in enumerate(found):
+            if id(tensor) not in place and id(tensor) not in handed:
                 place[id(tensor)] = len(keep)
                 keep.append(index)
         if not keep:
@@ -94,8 +109,9 @@ class FlatModule(nn.Module):
                 expected="at least one output that is not merely an input handed through",
                 got=type(result).__name__,
             )
-        inputs = {id(tensor): len(keep) + index for index, tensor in enumerate(self.example)}
-        _renumber(structure, [place.get(id(tensor), inputs.get(id(tensor), -1)) for tensor in leaves])
+        inputs = {key: len(keep) + index for key, index in handed.items()}
+        _renumber(structure, [place.get(id(tensor), inputs.get(id(tensor), -1)) for tensor in found])
+        _require_plain(structure)
         return structure, keep
 
 
@@ -111,7 +127,9 @@ def tensor_specs(
         batch_size: samples per call to fix; None leaves the batch dynamic.
 
     Raises:
-        CompileError: the module does not run on another batch size than the example's, and none is fixed.
+        CompileError: the module does not run on another batch size than the example's, and none is fixed; or it
+            returns something that depends on the batch size and is no tensor.
+        InputError: ``batch_axis`` does not fit the inputs.
     """
     axes = _input_axes(flat.example, batch_axis)
     sizes = [int(t.shape[axis]) for t, axis in zip(flat.example, axes, strict=True) if axis is not None]
@@ -162,7 +180,16 @@ def _input_axes(example: Sequence[Tensor], batch_axis: int | Sequence[int | None
             raise InputError(
                 "batch_axis does not fit the inputs.", expected=f"{len(example)} axes, one per tensor", got=axes
             )
+        for axis, tensor in zip(axes, example, strict=True):
+            if axis is not None and not 0 <= axis < tensor.ndim:
+                raise InputError(
+                    "batch_axis does not fit the inputs.",
+                    expected=f"None or 0 to {tensor.ndim - 1} for an input of shape {list(tensor.shape)}",
+                    got=axis,
+                )
         return axes
+    if batch_axis < 0:
+        raise InputError("batch_axis is negative.", expected="an axis counted from the front", got=batch_axis)
     first = next((t for t in example if t.ndim > batch_axis), None)
     size = None if first is None else first.shape[batch_axis]
     return [batch_axis if t.ndim > batch_axis and t.shape[batch_axis] == size else None for t in example]
@@ -187,13 +214,24 @@ def _output_axis(name: str, small: Tensor, large: Tensor | None, few: int) -> in
 def _run(flat: FlatModule, inputs: Sequence[Tensor], size: int, fixed: int | None) -> tuple[Tensor, ...]:
     try:
         with torch.no_grad():
-            return tuple(flat(*inputs))
+            outputs, structure = flat.call(inputs)
     except Exception as error:
         raise CompileError(
             f"The module does not run on a batch of {size}: {error}",
             expected="a module that takes any number of samples" if fixed is None else f"one that takes {fixed}",
             remedy="pass batch_size=N to fix the batch, or batch_axis=[...] if an input's batch axis is not 0",
         ) from error
+    found = constants(structure, "output")
+    for place in {**flat.constants, **found}:
+        then, now = flat.constants.get(place), found.get(place)
+        if then is None or now is None or repr(then.value) != repr(now.value):
+            raise CompileError(
+                f"The module returns a value that is no tensor and changes from call to call: {place}.",
+                expected="tensors, and other values only if they are always the same: they are baked in",
+                got=f"{_held(then)} for the example inputs, {_held(now)} for {size} samples",
+                remedy="return tensors only, and take sizes from them where they are needed (features.shape[0])",
+            )
+    return outputs
 
 
 def _spec(name: str, tensor: Tensor, axis: int | None, fixed: int | None) -> TensorSpec:
@@ -214,46 +252,30 @@ def _spec(name: str, tensor: Tensor, axis: int | None, fixed: int | None) -> Ten
     return TensorSpec(name, tuple(shape), _DTYPE_NAMES[tensor.dtype], "".join(letters), axis)
 
 
-def _leaves(node: Node, prefix: str) -> list[tuple[int, str]]:
-    names = iter(leaf_names(node, prefix))
-    pairs: list[tuple[int, str]] = []
-
-    def visit(part: Node) -> None:
-        if isinstance(part, Leaf):
-            pairs.append((part.index, next(names)))
-        elif isinstance(part, (Items, Named)):
-            for item in part.items:
-                visit(item)
-
-    visit(node)
-    return pairs
-
-
 def _renumber(node: Node, indices: Sequence[int]) -> None:
     if isinstance(node, Leaf):
         node.index = indices[node.index]
     elif isinstance(node, (Items, Named)):
         for item in node.items:
             _renumber(item, indices)
-    elif isinstance(node, Constant) and node.opaque:
+
+
+def _require_plain(structure: Node) -> None:
+    for place, held in constants(structure, "output").items():
+        if held.opaque:
+            raise CompileError(
+                f"The module returns an object that is neither a tensor nor plain data: {place} is {held.value[:80]}.",
+                expected="tensors, texts and finite numbers in tuples, lists, dicts, named tuples or dataclasses",
+                remedy="return its tensors instead",
+            )
+    if odd := unwritable_keys(structure):
         raise CompileError(
-            f"The module returns an object that is neither a tensor nor plain data: {node.value[:80]}.",
-            expected="tensors in tuples, lists, dicts, named tuples or dataclasses",
-            remedy="return its tensors instead",
+            "The module returns a dict with keys that an artifact cannot record.",
+            expected="keys that are texts or numbers",
+            got=f"{type(odd[0]).__name__} {odd[0]!r}"[:200],
+            remedy="return the key's name or value instead of the key",
         )
 
 
-def _identifier(name: str) -> str:
-    clean = re.sub(r"\W+", "_", name).strip("_") or "tensor"
-    return clean if not clean[0].isdigit() else f"_{clean}"
-
-
-def _unique(names: Sequence[str], taken: set[str]) -> list[str]:
-    result = []
-    for name in names:
-        candidate, number = name, 2
-        while candidate in taken:
-            candidate, number = f"{name}_{number}", number + 1
-        taken.add(candidate)
-        result.append(candidate)
-    return result
+def _held(constant: Constant | None) -> str:
+    return "nothing" if constant is None else repr(constant.value)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -11,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_npu.artifact import Artifact, new_folder, write_manifest
+from lightning_npu.compile.eligible import require_eligible
 from lightning_npu.compile.flat import FlatModule, resize_batch, tensor_specs
+from lightning_npu.compile.independence import require_independent
+from lightning_npu.compile.options import check_options
 from lightning_npu.compile.samples import Samples, collect, divide
 from lightning_npu.compile.undisturbed import undisturbed
-from lightning_npu.errors import CompileError, InputError
+from lightning_npu.errors import CompileError
 from lightning_npu.hashing import state_sha256
 from lightning_npu.runtimes.base import Runtime
 from lightning_npu.runtimes.cpu import instruction_set
@@ -23,9 +29,9 @@ if TYPE_CHECKING:
     from lightning_npu.artifact import OutputFidelity
     from lightning_npu.tensor_spec import TensorSpec
 
-TARGETS = ("onnx",)
-PRECISIONS = ("a8w8", "a16w8", "fp32")
-CALIBRATION_SAMPLES, HOLDOUT_SAMPLES = 128, 32
+log = logging.getLogger(__name__)
+
+CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, MIN_SQNR_DB = 128, 32, 20.0
 _TOOLS = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy")
 _PROBE_SAMPLES, _PROBE_BYTES = 8, 16 << 20
 
@@ -44,7 +50,7 @@ def compile_module(
     batch_axis: int | Sequence[int | None] = 0,
     calibration_samples: int = CALIBRATION_SAMPLES,
     holdout_samples: int = HOLDOUT_SAMPLES,
-    min_sqnr_db: float | None = 20.0,
+    min_sqnr_db: float | None = MIN_SQNR_DB,
     overwrite: bool = False,
     source: Mapping[str, Any] | None = None,
 ) -> Artifact:
@@ -68,7 +74,8 @@ def compile_module(
         batch_axis: the inputs' batch axis, one for all or one per tensor; None for an input that samples share.
         calibration_samples: how many samples calibrate at most.
         holdout_samples: how many further samples judge fidelity at most.
-        min_sqnr_db: the least SQNR in dB that every output must reach; None accepts any.
+        min_sqnr_db: the least SQNR in dB that every output must reach, and, less 17 dB, what varies between samples
+            in it (see :func:`lightning_npu.compile.fidelity.check`); None accepts any.
         overwrite: replace an artifact that is at ``output`` already.
         source: further entries for the manifest's ``source``: ``submodule``, ``cut``.
 
@@ -76,19 +83,32 @@ def compile_module(
         The artifact, loaded.
 
     Raises:
-        InputError: bad example inputs or calibration data.
-        CompileError: the module cannot be exported or quantized.
+        InputError: bad example inputs, calibration data or options.
+        CompileError: the module cannot be exported or quantized, or mixes samples along the batch axis.
         FidelityError: an output is below ``min_sqnr_db``.
         ArtifactError: ``output`` exists.
     """
-    _check_options(target, precision, recipe, batch_size)
+    check_options(
+        target=target,
+        precision=precision,
+        recipe=recipe,
+        batch_size=batch_size,
+        calibration_samples=calibration_samples,
+        holdout_samples=holdout_samples,
+        min_sqnr_db=min_sqnr_db,
+    )
+    require_eligible(module)
+    _say_what_freezes(module)
     output = Path(output)
-    with undisturbed(module), new_folder(output, overwrite=overwrite) as folder:
+    # without fused kernels, also where it is compared: they zero what a padding mask hides, which ONNX does not
+    with undisturbed(module, fused_attention=False), new_folder(output, overwrite=overwrite) as folder:
         flat = FlatModule(module, tuple(example_inputs), dict(example_kwargs or {})).eval()
         inputs, outputs = tensor_specs(flat, batch_axis=batch_axis, batch_size=batch_size)
         samples = collect(calibration, flat.signature, inputs, limit=calibration_samples + holdout_samples)
-        calibrating, judging = divide(samples, holdout=holdout_samples)
+        calibrating, judging = divide(samples, holdout=holdout_samples, calibrating=calibration_samples)
+        require_independent(flat, outputs, samples)
         roles, report, reached = _build(flat, inputs, outputs, calibrating, folder, precision, recipe)
+        _warn_of_surprises(flat, precision, reached, report)
         fidelity = _judge(flat, folder / roles["model"], inputs, outputs, judging)
         if min_sqnr_db is not None:
             from lightning_npu.compile.fidelity import check
@@ -122,15 +142,31 @@ def compile_module(
     return Artifact.load(output)
 
 
-def _check_options(target: str, precision: str, recipe: str, batch_size: int | None) -> None:
-    from lightning_npu.compile.quantize import RECIPES
+def _say_what_freezes(module: nn.Module) -> None:
+    trained = sum(parameter.requires_grad for parameter in module.parameters())
+    if trained:
+        log.warning(
+            "%d parameters of %s require grad: the artifact holds them as they are now, frozen from now on where it "
+            "stands for the module.",
+            trained,
+            type(module).__name__,
+        )
 
-    choices = {"target": (target, TARGETS), "precision": (precision, PRECISIONS), "recipe": (recipe, RECIPES)}
-    for option, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise CompileError(f"There is no {option} '{value}'.", expected=f"one of {list(allowed)}", got=repr(value))
-    if batch_size is not None and batch_size < 1:
-        raise InputError("batch_size must be at least 1.", expected="None or a positive number", got=batch_size)
+
+def _warn_of_surprises(flat: FlatModule, precision: str, reached: str, report: Mapping[str, Any]) -> None:
+    name = type(flat.module).__name__
+    if reached != precision:
+        warnings.warn(
+            f"{precision} was asked for, but the artifact of {name} is {reached}: these operators stay in floating "
+            f"point: {dict(report['float_nodes'])}.",
+            stacklevel=3,
+        )
+    if flat.written:
+        warnings.warn(
+            f"{name} changes its input {', '.join(flat.written)} in place. The compiled module gives the same outputs, "
+            "but leaves its inputs as they are.",
+            stacklevel=3,
+        )
 
 
 def _build(
@@ -166,12 +202,17 @@ def _build(
 
     names = [spec.name for spec in inputs]
     feeds = (
-        {name: tensor.numpy() for name, tensor in zip(names, batch, strict=True)}
+        {name: _finite(tensor).numpy() for name, tensor in zip(names, batch, strict=True)}
         for batch in calibrating.batches(fixed or 8)
     )
     report = quantize_onnx(reference, folder / "model.onnx", feeds, recipe=recipe, precision=precision)
     facts = {"name": report.recipe, "export": export_facts, **report.to_json()}
     return {"model": "model.onnx", "reference": reference.name}, facts, report.precision
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """A mask's -inf as the least number there is, which a softmax makes the same of, and ranges can be taken from."""
+    return tensor.clamp_min(torch.finfo(tensor.dtype).min) if tensor.is_floating_point() else tensor
 
 
 class _TorchReference(Runtime):
@@ -232,9 +273,11 @@ def _save_probe(judging: Samples, path: Path) -> bool:
     count = min(_PROBE_SAMPLES, judging.count, _PROBE_BYTES // max(1, per_sample))
     if count == 0:
         return False
-    part = judging.part(0, count)
-    arrays = {spec.name: tensor.numpy() for spec, tensor in zip(part.specs, part.tensors, strict=True)}
-    np.savez(path, **arrays)  # type: ignore[arg-type]
+    part = judging.spread(count)
+    with zipfile.ZipFile(path, "w") as archive:  # np.savez takes no input that is called "file"
+        for spec, tensor in zip(part.specs, part.tensors, strict=True):
+            with archive.open(f"{spec.name}.npy", "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, tensor.contiguous().numpy(), allow_pickle=False)
     return True
 
 

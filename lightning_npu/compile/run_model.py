@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_npu.compile.trees import put_together, take_apart
+from lightning_npu.errors import InputError
 
 
 class Reached(BaseException):  # no Exception, so that the model's own except clauses let it through
@@ -35,6 +37,35 @@ def runner(
             yield lambda batch: _step(model, _transfer(model, batch, device))
         else:
             yield lambda batch: _call(model, move(batch, device), forget)
+
+
+def find(model: nn.Module, name: str) -> nn.Module:
+    """The submodule of that dotted name.
+
+    Raises:
+        InputError: there is none, or it is not built yet.
+    """
+    known = [known for known, _ in model.named_modules(remove_duplicate=False) if known]
+    if name in known:
+        return model.get_submodule(name)
+    value: Any = model
+    for atom in name.split("."):
+        if not hasattr(value, atom):
+            break
+        value = getattr(value, atom)
+        if value is None:
+            raise InputError(
+                f"'{name}' of {type(model).__name__} is not built yet: '{atom}' is None.",
+                expected="an nn.Module",
+                got="None",
+                remedy="offload after it was built, for example at the end of setup() or configure_model()",
+            )
+    raise InputError(
+        f"{type(model).__name__} has no submodule '{name}'.",
+        expected=f"the name of a submodule; the nearest are {difflib.get_close_matches(name, known, n=5) or known[:5]}",
+        got=repr(name),
+        remedy="print([name for name, _ in model.named_modules()]) lists them all",
+    )
 
 
 def candidates(module: nn.Module, item: Any) -> list[tuple[str, Callable[[nn.Module, Any], Any]]]:

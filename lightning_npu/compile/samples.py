@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,15 @@ class Samples:
             for spec, tensor in zip(self.specs, self.tensors, strict=True)
         )
         return Samples(self.specs, parts, stop - start)
+
+    def spread(self, count: int) -> Samples:
+        """``count`` of the samples, evenly spread over all: neighbours in a recording look alike."""
+        index = torch.linspace(0, self.count - 1, count).round().long()
+        parts = tuple(
+            tensor if spec.batch_axis is None else tensor.index_select(spec.batch_axis, index)
+            for spec, tensor in zip(self.specs, self.tensors, strict=True)
+        )
+        return Samples(self.specs, parts, count)
 
     def batches(self, size: int) -> Iterator[list[Tensor]]:
         """Contiguous batches of ``size``; the last may be smaller where the batch is dynamic, else it is filled up.
@@ -93,12 +103,7 @@ def collect(
                 spec.check(tensor)
             size = common_batch(specs, flat) or 1
         except InputError as error:
-            raise InputError(
-                f"Calibration item {number} does not fit: {error.what}",
-                expected=error.expected,
-                got=error.got,
-                remedy="give calibration inputs of the same kind as the example inputs",
-            ) from error
+            raise _misfit(item, number, error) from error
         _refuse_non_finite(specs, flat, number)
         taken.append([tensor.to(spec.torch_dtype) for spec, tensor in zip(specs, flat, strict=True)])
         count += size
@@ -111,6 +116,7 @@ def collect(
             got="no item" if not taken else "items without samples",
             remedy="give a loader over data like that of the training; a generator can be read only once",
         )
+    _warn_of_shared(specs, taken)
     tensors = tuple(
         column[0] if spec.batch_axis is None else torch.cat(column, dim=spec.batch_axis)
         for spec, column in zip(specs, (list(column) for column in zip(*taken, strict=True)), strict=True)
@@ -119,10 +125,16 @@ def collect(
     return samples if count <= limit else samples.part(0, limit)
 
 
-def divide(samples: Samples, *, holdout: int) -> tuple[Samples, Samples]:
+def divide(samples: Samples, *, holdout: int, calibrating: int | None = None) -> tuple[Samples, Samples]:
     """What calibrates and what judges fidelity: the last samples are held out, a fifth of all at most ``holdout``.
 
     The last ones, not scattered ones: neighbours in a recording look alike, and would make the judgement too kind.
+    Warns where most of them are among those that calibrate, as with a loader that repeats a batch.
+
+    Args:
+        samples: all of them.
+        holdout: how many judge at most.
+        calibrating: how many calibrate at most; what is left then judges, up to ``holdout``.
 
     Raises:
         InputError: there are fewer than two samples.
@@ -135,12 +147,25 @@ def divide(samples: Samples, *, holdout: int) -> tuple[Samples, Samples]:
             remedy="give more calibration data",
         )
     kept = max(1, min(holdout, samples.count // 5))
-    return samples.part(0, samples.count - kept), samples.part(samples.count - kept, samples.count)
+    if calibrating is not None and samples.count - kept > calibrating:
+        kept = min(holdout, samples.count - calibrating)
+    start = samples.count - kept
+    used = samples.part(0, start if calibrating is None else min(start, calibrating))
+    judging = samples.part(start, samples.count)
+    known = set(_digests(used))
+    again = sum(digest in known for digest in _digests(judging))
+    if 2 * again > kept:
+        warnings.warn(
+            f"Fidelity is judged on samples that calibrated: {again} of the {kept} last calibration samples occur "
+            f"among the {used.count} first, too. Give more varied calibration data, not a batch that repeats.",
+            stacklevel=3,
+        )
+    return used, judging
 
 
 def as_call(item: Any, signature: CallSignature) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """One calibration item as positional and keyword arguments."""
-    if hasattr(item, "args") and hasattr(item, "kwargs") and not isinstance(item, inspect.BoundArguments):
+    if _is_call(item):
         return tuple(item.args), dict(item.kwargs)
     if isinstance(item, Mapping) and set(item) <= {parameter.name for parameter in signature.parameters}:
         return (), dict(item)
@@ -149,14 +174,71 @@ def as_call(item: Any, signature: CallSignature) -> tuple[tuple[Any, ...], Mappi
     return (item,), {}
 
 
+def unusable(tensor: Tensor) -> int:
+    """How many NaN and infinite values a floating tensor holds; none in an additive mask, which is all 0 and -inf."""
+    finite = torch.isfinite(tensor)
+    bad = int((~finite).sum())
+    if bad and bool((finite & (tensor == 0) | (tensor == -torch.inf)).all()):
+        return 0
+    return bad
+
+
+def _misfit(item: Any, number: int, error: InputError) -> InputError:
+    if _is_call(item):  # recorded from the running model
+        return InputError(
+            f"The model calls the submodule in more than one way: call {number} differs from the first. {error.what}",
+            expected=error.expected,
+            got=error.got,
+            remedy="an artifact stands for one way of calling: bring all calls to one size and to the same arguments, "
+            "pass run=lambda model, batch: ... that makes calls of one kind only, or offload a part inside that is "
+            "always called alike; batch_axis=[...] if samples are counted along another axis than 0, None for inputs "
+            "that all samples share",
+        )
+    return InputError(
+        f"Calibration item {number} does not fit: {error.what}",
+        expected=error.expected,
+        got=error.got,
+        remedy="give calibration inputs of the same kind as the example inputs; if an input is shared by all samples "
+        "or counts them along another axis than 0, say so by batch_axis=[...], with None for a shared input",
+    )
+
+
+def _warn_of_shared(specs: Sequence[TensorSpec], taken: Sequence[Sequence[Tensor]]) -> None:
+    """Batches of one sample do not show whether an input belongs to the sample or to all samples."""
+    batched = [spec for spec in specs if spec.batch_axis is not None]
+    if len(batched) < 2 or len(taken) < 2 or any(common_batch(specs, item) != 1 for item in taken):
+        return
+    alike = [
+        spec.batch_axis is not None and all(torch.equal(item[index], taken[0][index]) for item in taken[1:])
+        for index, spec in enumerate(specs)
+    ]
+    if not any(alike) or sum(alike) == len(batched):
+        return
+    axes = [None if same else spec.batch_axis for spec, same in zip(specs, alike, strict=True)]
+    names = ", ".join(f"'{spec.name}'" for spec, same in zip(specs, alike, strict=True) if same)
+    warnings.warn(
+        f"Input {names} is taken to hold one value per sample, but is the same for all {len(taken)} calibration "
+        f"samples. If it is shared by all samples, pass batch_axis={axes}; larger batches are refused otherwise.",
+        stacklevel=3,
+    )
+
+
+def _digests(samples: Samples) -> list[str]:
+    return [samples.part(index, index + 1).sha256() for index in range(samples.count)]
+
+
+def _is_call(item: Any) -> bool:
+    return hasattr(item, "args") and hasattr(item, "kwargs") and not isinstance(item, inspect.BoundArguments)
+
+
 def _refuse_non_finite(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], number: int) -> None:
     for spec, tensor in zip(specs, tensors, strict=True):
         if tensor.is_floating_point():
-            bad = int((~torch.isfinite(tensor)).sum())
+            bad = unusable(tensor)
             if bad:
                 raise InputError(
                     f"Calibration item {number} holds NaN or infinity in input '{spec.name}'.",
-                    expected="finite values: activation ranges are taken from them",
+                    expected="finite values, since activation ranges are taken from them; a mask of 0 and -inf is fine",
                     got=f"{bad} of {tensor.numel()} values",
                     remedy="clean the data, or fix the step that normalises it",
                 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_npu.compile.eligible import require_eligible
 from lightning_npu.compile.split.build import build
 from lightning_npu.compile.split.check import check, larger_batch, valid_sizes
 from lightning_npu.compile.split.partition import describe, partition
@@ -77,6 +78,7 @@ def split_module(
             traced; or its halves do not compute what it computes.
     """
     submodule = _find(module, cut)
+    require_eligible(module)
     root, leaves = _examples(module, example_inputs, example_kwargs or {})
     with undisturbed(module):
         _require_call(root, submodule, cut, leaves)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from lightning_npu.compile.quiet import quiet
 from lightning_npu.compile.trees import put_together, take_apart
 
 Scope = tuple[tuple[str, int], ...]
@@ -212,7 +213,8 @@ def trace_export(root: FlatRoot, cut_name: str, leaves: Sequence[torch.Tensor]) 
         Exception: whatever ``torch.export`` raises.
     """
     shapes = tuple({a: torch.export.Dim.AUTO for a in range(x.ndim) if a == 0 or x.ndim <= 3} for x in leaves)
-    program = torch.export.export(root, tuple(leaves), dynamic_shapes=(shapes,), strict=False)
+    with quiet():
+        program = torch.export.export(root, tuple(leaves), dynamic_shapes=(shapes,), strict=False)
     template = root.output_template
     # An empty table decomposes nothing, it only rewrites in-place operators: no aliases have to be followed then.
     module = program.run_decompositions({}).module()
