@@ -18,7 +18,7 @@ from lightning_npu import checkpoint, custom_op
 from lightning_npu.artifact import Artifact
 from lightning_npu.errors import InputError
 from lightning_npu.remeasure import open_measured
-from lightning_npu.runtimes.base import Runtime
+from lightning_npu.runtimes.base import Runtime, check_choice
 from lightning_npu.signature import CallSignature
 from lightning_npu.structure import Items, Leaf, Node
 from lightning_npu.transfer import to_device
@@ -48,6 +48,8 @@ class NPUFrozenModule(nn.Module):
 
     Raises:
         ArtifactError: the artifact is missing, damaged or from a newer version.
+        RuntimeUnavailableError: there is no such runtime, or it is for other artifacts.
+        InputError: the runtime has no such options.
     """
 
     _device: torch.device
@@ -68,7 +70,9 @@ class NPUFrozenModule(nn.Module):
         super().__init__()
         loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
         self.artifact: Artifact | None = loaded
-        self._choice = (runtime, device_index, timeout_s, dict(runtime_options or {}))
+        options = dict(runtime_options or {})
+        check_choice(loaded, runtime, device_index, options)
+        self._choice = (runtime, device_index, timeout_s, options)
         self._fingerprint, self._inputs, self._outputs = loaded.fingerprint, loaded.inputs, loaded.outputs
         self._install(loaded.signature, loaded.structure, tail, reference)
         self._connect(_worker(loaded, *self._choice))

@@ -20,6 +20,7 @@ from lightning_npu.compile.split import split_module
 from lightning_npu.errors import ArtifactError, InputError
 from lightning_npu.hashing import digest, state_sha256, tensor_sha256
 from lightning_npu.module import NPUFrozenModule
+from lightning_npu.runtimes.base import runtime_class
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ def offload(
     original = find_submodule(model, submodule)
     if isinstance(original, NPUFrozenModule):
         return original
+    if runtime != "auto":
+        runtime_class(runtime)  # a wrong name is told before the work of compiling
     allow_residual = options.pop("allow_residual", False)
     made_from = _made_from(original, cut, target, precision, options)
     name = f"{submodule}{f'-{cut}' if cut else ''}-{_short(made_from)}.npu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 from collections.abc import Iterator
@@ -89,12 +90,15 @@ def images() -> Tensor:
     return make_images(4, seed=7)
 
 
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
     """Every test must release its devices: modules that go out of scope do so by themselves."""
-    import gc
-
     yield
-    gc.collect()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+    if _threads():
+        gc.collect()
+    left = _threads()
     assert not left, f"threads left behind: {left}"
