@@ -12,6 +12,7 @@ import argparse
 import functools
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import statistics
@@ -131,6 +132,7 @@ def _openvino(int8: bool, cut: int, side: str, batch: int, threads: int, image: 
         from nncf.quantization.range_estimator import RangeEstimatorParametersSet
         from photographs import CALIBRATION, crops
 
+        nncf.set_log_level(logging.ERROR)
         images = [part.numpy() for part in crops(CALIBRATION, SIZES[side], 2 * batch, seed=11).split(batch)]
         model = nncf.quantize(
             model,
