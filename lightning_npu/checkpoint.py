@@ -12,7 +12,7 @@ from lightning_npu.errors import ArtifactError
 from lightning_npu.hashing import digest, state_sha256, tensor_sha256
 
 if TYPE_CHECKING:
-    from lightning_npu.module import NPUFrozenModule
+    from lightning_npu.frozen import FrozenModule
 
 EXTRA = "_extra_state"
 _TAIL, _REFERENCE = "tail.", "reference."
@@ -28,7 +28,7 @@ def freeze(part: nn.Module | None) -> dict[str, str]:
     return state_sha256(part)
 
 
-def extra_state(module: NPUFrozenModule) -> dict[str, Any]:
+def extra_state(module: FrozenModule) -> dict[str, Any]:
     """The checkpoint entry: primitives, so that ``torch.load(weights_only=True)`` reads it."""
     return {
         "format": 1,
@@ -38,7 +38,7 @@ def extra_state(module: NPUFrozenModule) -> dict[str, Any]:
     }
 
 
-def compare(module: NPUFrozenModule, state: Any) -> None:
+def compare(module: FrozenModule, state: Any) -> None:
     """Refuse a checkpoint that was trained with other features.
 
     Raises:
@@ -82,7 +82,7 @@ def drop_frozen(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         del state_dict[key]
 
 
-def load(module: NPUFrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
+def load(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
     """Read this module's part of a state dict; strict loading works in every case that is right.
 
     A checkpoint of this artifact is compared by fingerprint. One from before the offload holds the original
@@ -110,7 +110,7 @@ def load(module: NPUFrozenModule, state_dict: dict[str, Any], prefix: str) -> No
             state_dict.update({prefix + place + name: tensor for name, tensor in part.state_dict().items()})
 
 
-def _compare_weights(module: NPUFrozenModule, originals: Mapping[str, Tensor]) -> None:
+def _compare_weights(module: FrozenModule, originals: Mapping[str, Tensor]) -> None:
     compiled: Mapping[str, str] = {} if module.artifact is None else module.artifact.manifest["source"]["state"]
     known = {**module._tail_state, **compiled}
     foreign = sorted(set(originals) - set(known))

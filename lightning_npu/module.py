@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,11 +15,12 @@ from torch.utils._pytree import tree_map_only
 from lightning_npu import checkpoint, custom_op
 from lightning_npu.artifact import Artifact
 from lightning_npu.errors import InputError
+from lightning_npu.frozen import FrozenModule
 from lightning_npu.remeasure import open_measured
 from lightning_npu.runtimes.base import Runtime, check_choice
 from lightning_npu.signature import CallSignature
 from lightning_npu.structure import Items, Leaf, Node
-from lightning_npu.transfer import to_device
+from lightning_npu.transfer import Exchange
 from lightning_npu.worker import TIMEOUT_S, Pending, Worker
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_npu.lookahead import Ahead
 
 
-class NPUFrozenModule(nn.Module):
+class NPUFrozenModule(FrozenModule):
     """Stands in for a frozen module: same call signature, same output structure, no parameters.
 
     The device is opened on first use, once per process. The module stays in eval mode, keeps the artifact's
@@ -52,8 +51,6 @@ class NPUFrozenModule(nn.Module):
         InputError: the runtime has no such options.
     """
 
-    _device: torch.device
-    _dtype: torch.dtype
     _ahead: Ahead | None
 
     def __init__(
@@ -173,7 +170,7 @@ class NPUFrozenModule(nn.Module):
         """Queue one batch by its flat inputs; errors call it ``name``."""
         for spec, tensor in zip(self._inputs, tensors, strict=True):
             spec.check(tensor)
-        ready = [self._to_host(tensor, spec.torch_dtype) for spec, tensor in zip(self._inputs, tensors, strict=True)]
+        ready = self._exchange.to_host(tensors, self._inputs)
         return self._worker.submit(ready, name=name, pin=self._device.type == "cuda")
 
     @property
@@ -190,7 +187,7 @@ class NPUFrozenModule(nn.Module):
             flat = self._signature.flatten(args, kwargs)
             for spec, tensor in zip(self._inputs, flat, strict=True):
                 spec.check(tensor)
-            return [self._to_host(tensor, spec.torch_dtype) for spec, tensor in zip(self._inputs, flat, strict=True)]
+            return self._exchange.to_host(flat, self._inputs)
 
         return self._worker.submit(inputs, name=name, pin=self._device.type == "cuda")
 
@@ -236,20 +233,6 @@ class NPUFrozenModule(nn.Module):
         device = tensors[0].device
         return self._device if self._ahead is not None and self._ahead.keeps_on_host(tensors[0]) else device
 
-    def _to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor as runtimes take it; each copy that this costs is counted by its reason."""
-        tensor = tensor.detach()
-        if tensor.device.type != "cpu":
-            self._copies["input from device"] += 1
-            tensor = tensor.to("cpu")
-        if tensor.dtype != dtype:
-            self._copies["input dtype"] += 1
-            tensor = tensor.to(dtype)
-        if not tensor.is_contiguous():
-            self._copies["input layout"] += 1
-            tensor = tensor.contiguous()
-        return tensor
-
     def _finish(self, pending: Pending, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         started = time.perf_counter()
         outputs = pending.result()
@@ -258,14 +241,7 @@ class NPUFrozenModule(nn.Module):
         if self._ahead is not None:
             size = sum(tensor.numel() * tensor.element_size() for tensor in (*outputs, *pending.inputs()))
             self._ahead.waited(waited_s, self._worker.counters.idle_s, size)
-        if device.type != "cpu":
-            self._copies["output to device"] += len(outputs)
-            outputs = to_device(outputs, device)
-        other = [tensor.is_floating_point() and tensor.dtype != dtype for tensor in outputs]
-        if any(other):
-            self._copies["output dtype"] += sum(other)
-            outputs = [tensor.to(dtype) if cast else tensor for tensor, cast in zip(outputs, other, strict=True)]
-        return outputs
+        return self._exchange.from_host(outputs, device, dtype)
 
     def _encode_here(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, dtype: torch.dtype
@@ -279,30 +255,11 @@ class NPUFrozenModule(nn.Module):
         value = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
         return value if self.tail is None else self._follow_up(value)
 
-    def _follow_up(self, value: Any) -> Any:
-        assert self.tail is not None
-        return self.tail(*value) if isinstance(value, tuple) else self.tail(value)
-
     def _assemble(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         value = self._structure.build([*outputs, *tensors])
         return value if self.tail is None else self._follow_up(value)
 
     # ---- what it is
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module was moved to; outputs follow their inputs, not this."""
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of floating outputs outside of autocast: float32, or what ``.to(dtype)`` or ``.half()`` set."""
-        return self._dtype
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of what is computed; kept in checkpoints."""
-        return self._fingerprint
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -313,7 +270,7 @@ class NPUFrozenModule(nn.Module):
             "samples": counters.samples,
             "run_s": counters.busy_s,
             "wait_s": self._wait_s,
-            "copies": dict(self._copies),
+            "copies": dict(self._exchange.copies),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -344,72 +301,7 @@ class NPUFrozenModule(nn.Module):
         """Release the device; the next call opens it again. Copies of this module share the device."""
         self._worker.close()
 
-    # ---- nn.Module's life
-
-    def train(self, mode: bool = True) -> Self:
-        """Stay in eval mode: the module is frozen."""
-        return super().train(False)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The tail's parameters; the offloaded head has none.
-
-        Where there are none, iterating gives none, but ``next(module.parameters())``, which is often written to learn
-        a device or dtype, raises an error that says what to use: a ``StopIteration`` would end the training without a
-        word.
-        """
-        if recurse and (self.tail is not None or self.reference is not None):
-            return super().parameters(recurse)
-        return _NoParameters()
-
-    def _hold_frozen(self) -> None:
-        """A parent's ``requires_grad_(True)`` and ``unfreeze()`` reach the tail, past this module."""
-        thawed = [p for part in (self.tail, self.reference) if part is not None for p in part.parameters()]
-        thawed = [parameter for parameter in thawed if parameter.requires_grad]
-        if thawed:
-            for parameter in thawed:
-                parameter.requires_grad = False
-            warnings.warn(
-                "The torch part of an NPUFrozenModule was unfrozen, by unfreeze() or requires_grad_(True) on a parent, "
-                "and is frozen again: its weights are not saved in checkpoints, so training them would be lost.",
-                stacklevel=4,
-            )
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to unfreeze.
-
-        Raises:
-            InputError: ``requires_grad`` is True.
-        """
-        if requires_grad:
-            raise InputError(
-                "An NPUFrozenModule cannot be trained: its weights are compiled into an artifact.",
-                expected="requires_grad_(False)",
-                got="requires_grad_(True)",
-                remedy="train the original module in torch, then offload it again",
-            )
-        return self
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps instead of weights: primitives only."""
-        return checkpoint.extra_state(self)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Refuse a checkpoint of another artifact or tail.
-
-        Raises:
-            ArtifactError: with both fingerprints.
-        """
-        checkpoint.compare(self, state)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        checkpoint.load(self, state_dict, prefix)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # there is no parameter to tell where .to() and .half() lead; an empty tensor tells
-        told = fn(torch.empty(0, dtype=self._dtype, device=self._device))
-        self._device, self._dtype = told.device, told.dtype
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
+    # ---- copies and processes
 
     def __getstate__(self) -> dict[str, Any]:
         if self.artifact is None:
@@ -456,15 +348,10 @@ class NPUFrozenModule(nn.Module):
         self, signature: CallSignature, structure: Node, tail: nn.Module | None, reference: nn.Module | None
     ) -> None:
         self._signature, self._structure = signature, structure
-        self._device, self._dtype = torch.device("cpu"), torch.float32
-        self._copies: Counter[str] = Counter()
+        self._freeze(tail, reference)
+        self._exchange = Exchange()
         self._wait_s = 0.0
         self._ahead = None
-        self.tail, self.reference = tail, reference
-        checkpoint.freeze(reference)
-        self._tail_state = checkpoint.freeze(tail)
-        self.register_state_dict_post_hook(checkpoint.drop_frozen)  # type: ignore[no-untyped-call]
-        super().train(False)
 
     def _connect(self, worker: Worker) -> None:
         self._worker = worker
@@ -498,21 +385,6 @@ def _worker(
 ) -> Worker:
     opener = functools.partial(open_measured, artifact, runtime, device_index=device_index, **options)
     return Worker(opener, timeout_s=timeout_s)
-
-
-class _NoParameters(Iterator[nn.Parameter]):
-    """No parameters, and an answer to who asks for the first one."""
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(())
-
-    def __next__(self) -> nn.Parameter:
-        raise InputError(
-            "An NPUFrozenModule has no parameters, so there is no first one.",
-            expected="module.device and module.dtype",
-            got="next(module.parameters())",
-            remedy="write encoder.device or encoder.dtype, or ask another module of the policy",
-        )
 
 
 def _output_dtype(device: torch.device, declared: torch.dtype) -> torch.dtype:

@@ -111,7 +111,7 @@ class Prefetch(pl.Callback):
         self._remove()
 
     def _split_cores(self, modules: dict[str, NPUFrozenModule]) -> None:
-        """Leave the cores on which artifacts run alone: two pools that share cores are slower than one after another."""
+        """Leave the cores on which artifacts run alone: two pools on the same cores slow each other."""
         busy = max((module.host_threads for module in modules.values()), default=0)
         threads = max(1, available_cores() - busy)
         if busy and threads < torch.get_num_threads():
