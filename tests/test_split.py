@@ -638,6 +638,6 @@ def test_what_torch_export_prints_is_not_shown(capfd):
             y = self.linear(x)
             return y * 2 if y.sum() > 0 else y
 
-    with pytest.raises(CompileError, match="neither torch.fx nor torch.export can follow"):
+    with pytest.raises(CompileError, match=r"neither torch\.fx nor torch\.export can follow"):
         split_module(Decides(), "linear", (torch.randn(2, 2),))
     assert capfd.readouterr().err == ""
