@@ -150,6 +150,10 @@ def _measure(artifact: Artifact) -> tuple[str, Mapping[str, OutputFidelity] | No
         runtime.close()
 
 
+def _counts(nodes: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(nodes.items()))
+
+
 def _describe(artifact: Artifact) -> str:
     from lightning_npu.compile.fidelity import format_table
     from lightning_npu.runtimes.cpu import instruction_set
@@ -164,6 +168,7 @@ def _describe(artifact: Artifact) -> str:
         f"  made from    {source['module']}, {source['parameters']:,} parameters"
         + (f", cut after '{source['cut']}'" if source["cut"] else ""),
         f"  precision    {artifact.precision}, recipe '{manifest['recipe']['name']}', for target '{artifact.target}'",
+        *([f"  in float     {_counts(floats)}"] if (floats := manifest["recipe"].get("float_nodes")) else []),
         f"  calibration  {manifest['calibration']['samples']} samples, "
         f"{manifest['calibration']['holdout_samples']} held out to judge fidelity",
         f"  created      {manifest['created']} with "

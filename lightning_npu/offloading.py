@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_npu.artifact import MANIFEST, Artifact
 from lightning_npu.compile.capture import Call, capture_inputs
+from lightning_npu.compile.options import check_options
 from lightning_npu.compile.pipeline import CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, MIN_SQNR_DB, compile_module
 from lightning_npu.compile.reuse import require_same
 from lightning_npu.compile.split import split_module
@@ -25,6 +26,7 @@ from lightning_npu.runtimes.base import runtime_class
 log = logging.getLogger(__name__)
 
 FOLDER = Path("lightning_npu_artifacts")
+_CHECKED = frozenset(inspect.signature(check_options).parameters)
 _SAMPLES = {"calibration_samples": CALIBRATION_SAMPLES, "holdout_samples": HOLDOUT_SAMPLES}
 
 
@@ -49,7 +51,14 @@ def offload(
     A few batches are run through the model to see what the submodule is fed. An artifact that is at ``output``
     already is used again if it was made from the same module, cut and options, computes what the module computes, and
     is still faithful on the data at hand; it is refused if not. Works on a finished model as well as inside ``setup``
-    or ``configure_model``. Where the submodule is registered under several names, all are replaced.
+    or ``configure_model``; ``load_from_checkpoint`` calls the latter only. Where the submodule is registered under
+    several names, all are replaced.
+
+    What has to hold: the submodule is FP32 and deterministic; every way in which the model calls it is the same (one
+    size, the same flags); samples are independent along the batch axis (``batch_axis=1`` for modules that take the
+    sequence first). Parameters that require grad are frozen from now on. Hooks registered on the submodule or inside it
+    do not fire afterwards, since it is no longer executed. With manual optimization only the first call of the submodule
+    in each ``training_step`` is recorded, and a warning says so; pass ``run=`` if there are more.
 
     Args:
         model: the model, for example a LightningModule.
@@ -81,6 +90,8 @@ def offload(
     original = find_submodule(model, submodule)
     if isinstance(original, NPUFrozenModule):
         return original
+    checked = {name: value for name, value in options.items() if name in _CHECKED}
+    check_options(target=target, precision=precision, **checked)
     if runtime != "auto":
         runtime_class(runtime)  # a wrong name is told before the work of compiling
     allow_residual = options.pop("allow_residual", False)

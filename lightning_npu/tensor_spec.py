@@ -157,6 +157,6 @@ def common_batch(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -
             "The inputs disagree about the number of samples.",
             expected="one batch size for all inputs",
             got=", ".join(f"{name}: {size}" for name, size in sizes.items()),
-            remedy="feed inputs of one batch",
+            remedy="feed inputs of one batch; for an input that all samples share, compile with batch_axis=[0, None]",
         )
     return next(iter(sizes.values()), None)

@@ -15,6 +15,8 @@ from test_prefetch import Policy, loader, make_trainer
 
 import lightning_npu as npu
 from lightning_npu.balance import Balancer
+from lightning_npu.lookahead import Ahead, Depth, View
+from lightning_npu.lookahead.tags import Fetched
 from lightning_npu.runtimes import SimulatedRuntime
 
 
@@ -74,11 +76,69 @@ def test_with_equal_heads_the_training_is_the_same(tmp_path: Path, balance: Any)
         assert statistics.hits == 0
 
 
-def test_a_fast_device_gets_everything_and_a_slow_one_what_it_can_do(tmp_path: Path) -> None:
-    _, fast = train(tmp_path, "auto", latency_s=0.0)
-    _, slow = train(tmp_path, "auto", latency_s=0.2)
-    assert fast.balancer.share >= 0.9
-    assert slow.balancer.share <= 0.6
+class Clock:
+    """A device that takes ``batch_s`` per batch, one after another, on a clock that the test moves."""
+
+    def __init__(self, batch_s: float, slots: int) -> None:
+        self.batch_s, self.slots, self.now = batch_s, slots, 0.0
+        self.free_at = [0.0] * slots
+        self.reference, self.knows_inputs = make_encoder(), True
+
+    def attach(self, ahead: Any) -> None: ...
+
+    def request(self, tensors: Any, label: str) -> Any:
+        slot = min(range(self.slots), key=lambda index: self.free_at[index])
+        self.free_at[slot] = max(self.free_at[slot], self.now) + self.batch_s
+        return Due(self, self.free_at[slot])
+
+    def remaining_s(self, pending: Any) -> float:
+        return max(0.0, pending.ends - self.now)
+
+
+class Due:
+    def __init__(self, clock: Clock, ends: float) -> None:
+        self.clock, self.ends = clock, ends
+
+    def done(self) -> bool:
+        return self.clock.now >= self.ends
+
+
+def shares(batch_s: float, slots: int, depth: int = 8, steps: int = 300) -> tuple[float, int]:
+    """The share that "auto" gives to the device at steps of one second, and how many batches were late."""
+    clock = Clock(batch_s, slots)
+    ahead = Ahead({"encoder": clock}, Depth(depth), None, Balancer("auto"))  # type: ignore[dict-item]
+    view = View([], ahead)
+    view.routes[id(clock)] = [(0,)]
+    queue: list[Fetched] = []
+    late = 0
+    for step in range(steps):
+        while len(queue) < 1 + depth:
+            batch = Fetched(view, None, [torch.zeros(1)], step)
+            ahead.fetched(batch)
+            queue.append(batch)
+        clock.now = float(step)
+        ahead.plan(queue, 1.0)
+        batch = queue.pop(0)
+        ahead.deliver(batch)
+        late += any(not request.pending.done() for request in batch.requests)
+        ahead.host.clear()
+    return ahead.balancer.share, late
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("batch_s", [0.1, 0.5, 1.2, 2.0, 4.0])
+def test_auto_gives_a_device_what_it_can_finish_in_time(batch_s: float, slots: int) -> None:
+    share, late = shares(batch_s, slots)
+    possible = min(1.0, slots / batch_s)
+    assert late <= 1  # the very first one
+    assert 0.6 * possible <= share <= possible + 0.02
+    if batch_s <= 0.5:
+        assert share >= 0.99
+
+
+def test_a_device_that_is_never_in_time_gets_nothing() -> None:
+    share, late = shares(batch_s=50.0, slots=1)
+    assert (share, late) == (0.0, 0)
 
 
 def test_balance_without_a_reference_says_how_to_keep_one(tmp_path: Path) -> None:

@@ -159,8 +159,10 @@ class Ahead:
 
     def _ends_s(self) -> float:
         """About how long until a batch would be ready if it were asked for now."""
-        waits = [request.module.remaining_s(request.pending) for request in self._unfinished]
-        return max(waits, default=0.0) + sum(module.batch_s for module in self.modules.values())
+        waits = sorted(request.module.remaining_s(request.pending) for request in self._unfinished)
+        slots = sum(module.slots for module in self.modules.values())
+        free_s = waits[len(waits) - slots] if len(waits) >= slots else 0.0  # until a slot is free
+        return free_s + sum(module.batch_s for module in self.modules.values())
 
     def moved(self, before: Sequence[Tag | None], after: Sequence[Tensor], to: Tags) -> None:
         """Tag what became of tagged tensors, where it is an image of them."""
