@@ -56,9 +56,9 @@ def offload(
 
     What has to hold: the submodule is FP32 and deterministic; every way in which the model calls it is the same (one
     size, the same flags); samples are independent along the batch axis (``batch_axis=1`` for modules that take the
-    sequence first). Parameters that require grad are frozen from now on. Hooks registered on the submodule or inside it
-    do not fire afterwards, since it is no longer executed. With manual optimization only the first call of the submodule
-    in each ``training_step`` is recorded, and a warning says so; pass ``run=`` if there are more.
+    sequence first). Parameters that require grad are frozen from now on. Hooks on the submodule or inside it do not fire
+    afterwards, since it is no longer executed. With manual optimization only the first call of the submodule in each
+    ``training_step`` is recorded, and a warning says so; pass ``run=`` if there are more.
 
     Args:
         model: the model, for example a LightningModule.
