@@ -54,10 +54,10 @@ def offload(
     or ``configure_model``; ``load_from_checkpoint`` calls the latter only. Where the submodule is registered under
     several names, all are replaced.
 
-    What has to hold: the submodule is FP32 and deterministic; every way in which the model calls it is the same (one
-    size, the same flags); samples are independent along the batch axis (``batch_axis=1`` for modules that take the
-    sequence first). Parameters that require grad are frozen from now on. Hooks on the submodule or inside it do not fire
-    afterwards, since it is no longer executed. With manual optimization only the first call of the submodule in each
+    What has to hold: the submodule is FP32 and deterministic; the model always calls it in one way (one size, the same
+    flags); samples are independent along the batch axis (``batch_axis=1`` for modules that take the sequence first).
+    Parameters that require grad are frozen from now on. Hooks on the submodule or inside it do not fire afterwards,
+    since it is no longer executed. With manual optimization only the first call of the submodule in each
     ``training_step`` is recorded, and a warning says so; pass ``run=`` if there are more.
 
     Args:
