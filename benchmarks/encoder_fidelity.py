@@ -28,6 +28,7 @@ from lightning_npu.compile.qdq import QuantizedGraph
 from lightning_npu.compile.quantize import quantize_onnx
 from lightning_npu.compile.rewrite import biases_into_products, keep_scores_in_float
 from lightning_npu.compile.rounding import WeightRounding
+from lightning_npu.compile.stem import stem_on_blocks
 from lightning_npu.runtimes.cpu import exact_u8s8, instruction_set
 from lightning_npu.runtimes.onnx import OnnxRuntime
 from lightning_npu.tensor_spec import TensorSpec
@@ -51,7 +52,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.plain = prepare(self.source, self.scratch / "prepared.onnx")
-        self.model = biases_into_products(self.plain)
+        self.model = stem_on_blocks(biases_into_products(self.plain))
         self.extremes = calibrate(self.model, self.calibration)
         self.plain_extremes = calibrate(self.plain, self.calibration)
         self.rounding = WeightRounding(self.model)

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,6 +18,7 @@ from lightning_npu.compile.qdq import QuantizedGraph
 from lightning_npu.compile.quantize import quantize_onnx
 from lightning_npu.compile.rewrite import biases_into_products, keep_scores_in_float
 from lightning_npu.compile.rounding import round_second_order
+from lightning_npu.compile.stem import stem_on_blocks
 from lightning_npu.errors import CompileError
 from lightning_npu.runtimes.cpu import exact_u8s8
 from lightning_npu.runtimes.onnx import OnnxRuntime
@@ -88,7 +89,7 @@ def test_recipe_and_instruction_set_choose_the_weights(source, tmp_path, recipe,
     assert (report.weight_type, report.reduce_range) == (weight_type, reduced)
     assert report.precision == "a8w8"
     assert report.calibration_batches == 4
-    assert report.float_nodes == {"Sub": 1, "Div": 1, "Softmax": 1}, "normalisation before the first product, scores"
+    assert report.float_nodes == {"Sub": 1, "Div": 1, "SpaceToDepth": 1, "Softmax": 1}, "input and attention scores"
     model = onnx.load(target)
     constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in model.graph.initializer}
     dequantized = {node.output[0]: node for node in model.graph.node if node.op_type == "DequantizeLinear"}
@@ -308,3 +309,44 @@ def test_large_scores_keep_their_resolution(tmp_path):
     assert keep_scores_in_float(rounded) == 1
     producers = {node.output[0]: node.op_type for node in rounded.graph.node}
     assert [producers[node.input[0]] for node in rounded.graph.node if node.op_type == "Softmax"] == ["MatMul"]
+
+
+@given(
+    st.integers(1, 4),
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    st.tuples(*[st.integers(0, 4)] * 4),
+    st.tuples(st.integers(4, 9), st.integers(4, 9)),
+    st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=60)
+def test_stem_on_blocks_gives_the_same_sums(channels, taps, pads, half_size, batch):
+    size = [2 * half for half in half_size]
+    weight = np.random.default_rng(0).standard_normal((5, channels, *taps)).astype(np.float32)
+    nodes = [onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], name="stem", strides=[2, 2], pads=list(pads))]
+    shape = {"x": [None, channels, *size]}
+    out = [(size[axis] + pads[axis] + pads[axis + 2] - taps[axis]) // 2 + 1 for axis in range(2)]
+    assume(min(out) > 0)
+    model = _graph(nodes, shape, {"y": [None, 5, *out]}, {"w": weight, "b": np.arange(5, dtype=np.float32)})
+    rewritten = stem_on_blocks(model)
+    feed = {"x": np.random.default_rng(1).standard_normal((batch, channels, *size)).astype(np.float32)}
+    expected, actual = (session(graph).run(None, feed)[0] for graph in (model, rewritten))
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    event(rewritten.graph.node[0].op_type)
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes", "changes"),
+    [
+        ((None, 3, 16, 16), {"strides": [2, 2], "pads": [3, 3, 3, 3]}, True),
+        ((None, 3, 15, 16), {"strides": [2, 2], "pads": [3, 3, 3, 3]}, False),
+        ((None, 3, 16, 16), {"strides": [1, 1], "pads": [3, 3, 3, 3]}, False),
+        ((None, 3, None, 16), {"strides": [2, 2], "pads": [3, 3, 3, 3]}, False),
+        ((None, 8, 16, 16), {"strides": [2, 2], "pads": [3, 3, 3, 3]}, False),
+    ],
+)
+def test_only_stems_on_images_are_written_on_blocks(shape, attributes, changes):
+    weight = np.ones((4, shape[1], 7, 7), np.float32)
+    node = onnx.helper.make_node("Conv", ["x", "w"], ["y"], name="stem", **attributes)
+    model = _graph([node], {"x": list(shape)}, {"y": [None, 4, None, None]}, {"w": weight})
+    kinds = [node.op_type for node in stem_on_blocks(model).graph.node]
+    assert kinds == (["SpaceToDepth", "Conv"] if changes else ["Conv"])

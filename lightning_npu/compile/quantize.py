@@ -16,6 +16,7 @@ from lightning_npu.compile.insert import WeightType, insert_qdq, prepare
 from lightning_npu.compile.qdq import QuantizedGraph
 from lightning_npu.compile.rewrite import biases_into_products, keep_scores_in_float
 from lightning_npu.compile.rounding import WeightRounding
+from lightning_npu.compile.stem import stem_on_blocks
 from lightning_npu.errors import CompileError
 from lightning_npu.runtimes.cpu import exact_u8s8
 from lightning_npu.runtimes.cpu import instruction_set as this_instruction_set
@@ -107,7 +108,7 @@ def quantize_onnx(
     instruction_set = instruction_set or this_instruction_set()
     weights = _weights(recipe, instruction_set)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        model = biases_into_products(prepare(source, Path(scratch) / "prepared.onnx"))
+        model = stem_on_blocks(biases_into_products(prepare(source, Path(scratch) / "prepared.onnx")))
         batches = list(calibration)
         ranges = calibrate(model, batches)
         rounding = WeightRounding(model)
