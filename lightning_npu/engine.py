@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -62,7 +63,10 @@ class Engine:
         self._places, self._held, self._closing = places, 0, False
         self._tasks: deque[tuple[Job, int | None]] = deque()  # (batch, first sample of a part; None: not divided yet)
         self._running: dict[int, tuple[Job, float]] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # there is a task, or the end
+        self._room = threading.Condition(self._lock)  # there is a place, or the end
+        self._fixed = next((spec.static_batch for spec in runtime.inputs if spec.static_batch is not None), None)
         self._threads = [
             threading.Thread(target=self._serve, args=(slot,), name=f"{THREAD_NAME}-{slot}", daemon=True)
             for slot in range(runtime.slots)
@@ -77,9 +81,9 @@ class Engine:
             DeviceError: the device hangs while earlier batches hold all places, or was closed.
         """
         job = Job(inputs, name, pin)
-        with self._changed:
+        with self._lock:
             while self._held >= self._places and self.lost is None and not self._closing:
-                self._changed.wait(LOOK_S)
+                self._room.wait(LOOK_S)
                 self._look()
             if self.lost is not None:
                 raise self.lost
@@ -87,17 +91,17 @@ class Engine:
                 raise self.runtime.closed_error()
             self._held += 1
             self._tasks.append((job, None))
-            self._changed.notify_all()
+            self._work.notify()
         return job
 
     def look(self) -> None:
         """Give the device up if a call has run for too long; whoever waits for a result calls this now and then."""
-        with self._changed:
+        with self._lock:
             self._look()
 
     def remaining_s(self, job: Job, batch_s: float) -> float:
         """About how long until ``job`` is done, if a batch takes one slot ``batch_s`` seconds."""
-        with self._changed:
+        with self._lock:
             if job.future.done():
                 return 0.0
             now = time.monotonic()
@@ -111,10 +115,10 @@ class Engine:
 
     def close(self) -> None:
         """Drop what waits, wait for what runs, release the runtime. A thread that hangs is left to itself."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             waiting, self._tasks = self._tasks, deque()
-            self._changed.notify_all()
+            self._wake_all()
         for job, _ in waiting:
             if not job.future.cancel():  # some of its parts ran already
                 job.error = job.error or self.runtime.closed_error()
@@ -129,11 +133,8 @@ class Engine:
     # ---- one slot's thread
 
     def _serve(self, slot: int) -> None:
-        while (task := self._next()) is not None:
-            job, start = task
-            since = time.monotonic()
-            with self._changed:
-                self._running[slot] = (job, since)
+        while (task := self._next(slot)) is not None:
+            job, start, since = task
             try:
                 if start is None:
                     start = self._divide(job)
@@ -146,15 +147,18 @@ class Engine:
         if self.lost is not None:  # the call that hung has returned after all
             self.runtime.close()
 
-    def _next(self) -> tuple[Job, int | None] | None:
-        since = time.monotonic()
-        with self._changed:
+    def _next(self, slot: int) -> tuple[Job, int | None, float] | None:
+        before = time.monotonic()
+        with self._lock:
             while not self._tasks and not self._closing and self.lost is None:
-                self._changed.wait()
+                self._work.wait()
             if self._closing or self.lost is not None:
                 return None
-            self.counters.idle_s += time.monotonic() - since
-            return self._tasks.popleft()
+            now = time.monotonic()
+            self.counters.idle_s += now - before
+            job, start = self._tasks.popleft()
+            self._running[slot] = (job, now)
+            return job, start, now
 
     def _divide(self, job: Job) -> int | None:
         """Start a batch: make its inputs, and divide it where the runtime has a fixed batch of another size."""
@@ -169,25 +173,24 @@ class Engine:
                 job.error = error  # the user's own, not the device's
                 return None
         assert job.inputs is not None
-        specs = self.runtime.inputs
-        job.batch = common_batch(specs, job.inputs)
+        job.batch = common_batch(self.runtime.inputs, job.inputs)
         if job.batch == 0:
             job.outputs = [_empty(spec, 0, job.pin) for spec in self.runtime.outputs]
             return None
-        fixed = _fixed_batch(self.runtime)
+        fixed = self._fixed
         divided = fixed is not None and job.batch is not None and job.batch != fixed
         if divided or job.pin:
             job.outputs = [_empty(spec, job.batch, job.pin) for spec in self.runtime.outputs]
         if divided:
             starts = range(0, job.batch or 0, fixed or 1)
-            with self._changed:
+            with self._lock:
                 job.parts_left = len(starts)
                 self._tasks.extendleft((job, start) for start in reversed(starts[1:]))  # before later batches
-                self._changed.notify_all()
+                self._work.notify(len(starts) - 1)
         return 0
 
     def _run(self, job: Job, start: int) -> None:
-        runtime, fixed = self.runtime, _fixed_batch(self.runtime)
+        runtime, fixed = self.runtime, self._fixed
         assert job.inputs is not None
         if fixed is None or job.batch is None or job.batch == fixed:
             job.outputs = _call(runtime, job.inputs, job.batch, job.name, job.outputs)
@@ -206,14 +209,14 @@ class Engine:
                 place.copy_(result if spec.batch_axis is None else result.narrow(spec.batch_axis, 0, count))
 
     def _finish(self, slot: int, job: Job, since: float) -> None:
-        with self._changed:
+        with self._lock:
             self._running.pop(slot, None)
             self.counters.busy_s += time.monotonic() - since
             job.parts_left -= 1
             if job.parts_left > 0:
                 return
             self._held -= 1
-            self._changed.notify_all()
+            self._room.notify()
             if job.error is None and not job.future.cancelled():
                 self.counters.batches += 1
                 self.counters.samples += 1 if job.batch is None else job.batch
@@ -237,7 +240,11 @@ class Engine:
             stuck.error = stuck.error or self.lost
             _settle(stuck)
         self._tasks.clear()
-        self._changed.notify_all()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._work.notify_all()
+        self._room.notify_all()
 
 
 def _settle(job: Job) -> None:
@@ -281,7 +288,7 @@ def _call(
         )
     for spec, result in zip(runtime.outputs, results, strict=True):
         # no NaN escapes a sum, and a sum reads memory once
-        if result.is_floating_point() and bool(result.sum().isnan()) and bool(result.isnan().any()):
+        if result.is_floating_point() and math.isnan(result.sum().item()) and bool(result.isnan().any()):
             raise DeviceError(
                 f"runtime '{runtime.name}' on {runtime.device} answered NaN in output '{spec.name}'.",
                 expected="numbers",
@@ -289,10 +296,6 @@ def _call(
                 remedy="check the input for NaN and the device for errors; training on this would be lost",
             )
     return results
-
-
-def _fixed_batch(runtime: Runtime) -> int | None:
-    return next((spec.static_batch for spec in runtime.inputs if spec.static_batch is not None), None)
 
 
 def _empty(spec: TensorSpec, batch: int | None, pin: bool) -> Tensor:
