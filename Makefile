@@ -28,7 +28,7 @@ test-lightning: $(foreach version,2.4.0 2.5.6,.venv-lightning-$(version)/.tested
 
 .venv-lightning-%/.tested: setup $(shell find lightning_npu tests -name '*.py')
 	test -x .venv-lightning-$*/bin/python || $(PYTHON) -m venv .venv-lightning-$*
-	grep -v '^lightning==\|^pytorch-lightning==' $(CONSTRAINTS) > .venv-lightning-$*/constraints.txt
+	grep -E '^(torch|numpy|onnx|onnx-ir|onnxruntime|onnxscript|pytest|hypothesis)==' $(CONSTRAINTS) > .venv-lightning-$*/constraints.txt
 	.venv-lightning-$*/bin/python -m pip install --disable-pip-version-check -q -c .venv-lightning-$*/constraints.txt \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]' lightning==$*
 	.venv-lightning-$*/bin/python -m pytest tests/test_prefetch.py tests/test_lightning.py tests/test_balance.py

@@ -114,14 +114,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--python", action="store_true", help="a step that holds Python's interpreter lock")
+    parser.add_argument("--ratios", type=float, nargs="+", help="T_npu/T_train; default: seven from 0.25 to 4")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--train-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    ratios = (0.5, 1.0, 2.0) if args.quick else (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
-    repeats = 2 if args.quick else 5
+    ratios = args.ratios or ((0.5, 1.0, 2.0) if args.quick else (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0))
+    repeats = 2 if args.quick else args.repeats
     train_s = args.train_ms / 1e3
     kind = "Python, holding the interpreter lock" if args.python else "a sleep, as waiting for a GPU"
     print(f"SIMULATED device. Training step {args.train_ms:g} ms ({kind}), batch {BATCH}, {repeats} repeats\n")

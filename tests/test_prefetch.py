@@ -590,6 +590,49 @@ def test_cores_are_split_between_the_artifact_and_torch(tmp_path: Path, compiled
     frozen.close()
 
 
+class Tunable(Policy):
+    """With a learning rate and a batch size that Lightning's tuners may set."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__(encoder)
+        self.learning_rate, self.batch_size = 0.01, 2
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return nn.functional.mse_loss(self.head(self.encode(batch)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=self.learning_rate)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(batch_size=4, shuffle=False)
+
+
+@pytest.mark.parametrize("tune", ["lr_find", "scale_batch_size"])
+def test_tuners_find_the_same(tmp_path: Path, tune: str) -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    def found(depth: int) -> Any:
+        pl.seed_everything(3, verbose=False)
+        frozen, _ = simulated()
+        policy = Tunable(frozen)
+        trainer = make_trainer(tmp_path, npu.Prefetch(depth), max_epochs=3)
+        tuner = Tuner(trainer)
+        if tune == "lr_find":
+            tuner.lr_find(policy, num_training=12, min_lr=1e-4)
+        else:
+            tuner.scale_batch_size(policy, mode="power", max_trials=3, steps_per_trial=2, init_val=2)
+        trainer.fit(policy)
+        frozen.close()
+        return policy.learning_rate, policy.batch_size, policy.head.weight.detach().clone()
+
+    without, ahead = found(0), found(2)
+    assert without[:2] == ahead[:2]
+    assert torch.equal(without[2], ahead[2])
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     frozen, _ = simulated()
