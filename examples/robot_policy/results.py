@@ -33,6 +33,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 def label(result: dict[str, Any]) -> str:
     """The condition's name in tables."""
     name = "FP32 in torch" if result["offload"] == "none" else f"{result['offload']} INT8"
+    if "balance" in result:
+        name += f", balance {result['balance']}"
     return name if result["encoder"] == "stage1" else f"{name}, random encoder"
 
 
