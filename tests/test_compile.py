@@ -533,3 +533,17 @@ def test_errors_and_successes_come_without_the_exporters_notes(
     shown = capfd.readouterr()
     assert set(shown.err.splitlines()) - {"from the module"} == set() == set(shown.out.splitlines())
     assert not [str(w.message) for w in recwarn if "assigned during export" in str(w.message)]
+
+
+def test_many_group_norms_compile(tmp_path: Path) -> None:
+    """Eight of one group count share constants in the graph, which the quantiser once refused."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for index in range(8):
+        layers += [nn.Conv2d(8 if index else 3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU()]
+    batches = list(make_images(24).split(8))
+    artifact = npu.compile_module(
+        nn.Sequential(*layers).eval(), (batches[0],), calibration=batches, output=tmp_path / "g.npu", min_sqnr_db=15.0
+    )
+    assert artifact.precision == "a8w8"
+    assert artifact.manifest["recipe"]["node_counts"]["InstanceNormalization"] == 8
