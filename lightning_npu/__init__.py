@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_npu import power as power
     from lightning_npu import runtimes as runtimes
     from lightning_npu.artifact import Artifact as Artifact
     from lightning_npu.compile import compile_module as compile_module
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_npu.errors import FidelityError as FidelityError
     from lightning_npu.errors import InputError as InputError
     from lightning_npu.errors import NPUError as NPUError
+    from lightning_npu.errors import PowerUnavailableError as PowerUnavailableError
     from lightning_npu.errors import RuntimeUnavailableError as RuntimeUnavailableError
     from lightning_npu.lookahead import Lookahead as Lookahead
     from lightning_npu.module import NPUFrozenModule as NPUFrozenModule
@@ -33,13 +35,14 @@ _PUBLIC = {
     "NPUError": "errors",
     "Lookahead": "lookahead",
     "NPUFrozenModule": "module",
+    "PowerUnavailableError": "errors",
     "Prefetch": "prefetch",
     "RuntimeUnavailableError": "errors",
     "compile_module": "compile",
     "offload": "offloading",
     "split_module": "compile.split",
 }
-_MODULES = ("runtimes",)
+_MODULES = ("power", "runtimes")
 
 __all__ = [*sorted(_PUBLIC), *_MODULES]
 

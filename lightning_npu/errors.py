@@ -57,3 +57,7 @@ class RuntimeUnavailableError(NPUError):
 
 class DeviceError(NPUError):
     """A device failed while it ran an artifact."""
+
+
+class PowerUnavailableError(NPUError):
+    """A power source's package, driver, permission or board is not here."""
