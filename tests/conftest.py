@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stubs.fixtures import stub_mbltml, stub_nvml  # noqa: F401
 from torch import Tensor, nn
 
 import lightning_npu as npu
