@@ -201,6 +201,11 @@ class NPUFrozenModule(FrozenModule):
         """Threads of this machine's processor that the device keeps busy; opens it."""
         return self._worker.runtime.host_threads
 
+    @property
+    def power_sources(self) -> Sequence[PowerSource]:
+        """Sensors of the boards that the device is; opens it."""
+        return self._worker.runtime.power_sources()
+
     def remaining_s(self, pending: Pending) -> float:
         """About how long until a requested batch is ready, by the mean time of the batches before it."""
         return pending.remaining_s(self.batch_s)

@@ -75,32 +75,57 @@ class Prefetch(pl.Callback):
         ahead = self._ahead
         return Depth(self._options[0]).value if ahead is None else ahead.depth.value
 
+    def calibrate(self, steps: int) -> None:
+        """Encode some of the next batches on the spot, to time training and device each by itself."""
+        if self._ahead is not None:
+            self._ahead.calibrate(steps)
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether the present step and the device have each other's time for themselves."""
+        return self._ahead is not None and self._ahead.calibrating
+
+    @property
+    def modules(self) -> dict[str, NPUFrozenModule]:
+        """The frozen modules that are looked ahead for, by name."""
+        return {} if self._ahead is None else dict(self._ahead.modules)
+
     # ---- in and out
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the look-ahead into the trainer's strategy and precision plugin."""
         self._remove()
+        self._trainer = trainer
+        if not self._install(trainer, pl_module):  # LightningModule.setup and configure_model may offload yet
+            self._patch(trainer.strategy, "setup", functools.partial(self._set_up_late, pl_module))
+
+    def _set_up_late(self, pl_module: Any, original: Callable[[Any], Any], trainer: Any) -> Any:
+        self._install(trainer, pl_module)
+        return original(trainer)
+
+    def _install(self, trainer: Any, pl_module: Any) -> bool:
+        """Look ahead for the frozen modules; whether there are any."""
         modules = {name: m for name, m in pl_module.named_modules() if isinstance(m, NPUFrozenModule)}
         refuse_finetuning(trainer, pl_module, modules)
         if not modules or self._options[0] == 0:
-            return
+            return bool(modules)
         inputs = self.inputs if self.inputs is not None else getattr(pl_module, "npu_inputs", None)
         if inputs is None and _overrides(trainer, pl_module, "on_after_batch_transfer"):
             pl.utilities.rank_zero_warn(
                 "Prefetch is off: on_after_batch_transfer is overridden, so what reaches the NPUFrozenModule may not "
                 "be what the loader gave. Move the transform into the dataset, or describe it by Prefetch(inputs=...)."
             )
-            return
+            return True
         self.balancer = Balancer(self.balancer.balance, seed=self._seed)
         depth = Depth(self._options[0], memory_bytes=self._options[1])
         self._ahead = Ahead(modules, depth, inputs, self.balancer)
         self.statistics = self._ahead.statistics
-        self._trainer = trainer
         if trainer.strategy.root_device.type == "cpu":
             self._split_cores(modules)
         self._patch(trainer.strategy, "process_dataloader", self._look_ahead)
         self._patch(trainer.precision_plugin, "convert_input", self._convert)
         self._patch(trainer.strategy, "batch_to_device", self._move)
+        return True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave everything as it was."""

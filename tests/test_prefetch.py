@@ -476,6 +476,48 @@ def test_backbone_finetuning_of_an_offloaded_module_is_refused(tmp_path: Path) -
     frozen.close()
 
 
+class OffloadsLate(Policy):
+    def setup(self, stage: str) -> None:
+        if not isinstance(self.encoder, npu.NPUFrozenModule):
+            self.encoder = npu.NPUFrozenModule.from_runtime(SimulatedRuntime(self.encoder, latency_s=0.0))
+
+
+def test_a_module_that_is_offloaded_in_setup_is_looked_ahead_for(tmp_path: Path) -> None:
+    policy, prefetch = OffloadsLate(make_encoder()), npu.Prefetch()
+    trainer = make_trainer(tmp_path, prefetch)
+    trainer.fit(policy, loader())
+    assert (prefetch.statistics.hits, prefetch.statistics.misses) == (19, {"learning": 1})
+    assert "setup" not in vars(trainer.strategy)
+
+
+class CalibratesAt(pl.Callback):
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.alone, self.waits = steps, [], []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        prefetch = next(c for c in trainer.callbacks if isinstance(c, npu.Prefetch))
+        self.alone.append(prefetch.calibrating)
+        if trainer.global_step in self.steps:
+            prefetch.calibrate(3)
+
+
+@pytest.mark.parametrize("steps", [(3,), (0,), (8,), (9,), (2, 5), (19,)])
+def test_calibration_leaves_device_and_training_their_own_time_and_the_result_as_it_was(
+    tmp_path: Path, steps: tuple[int, ...]
+) -> None:
+    plain = train(tmp_path, 2)
+    pl.seed_everything(7, verbose=False)
+    frozen, _ = simulated()
+    policy, prefetch, calibrates = Policy(frozen), npu.Prefetch(2), CalibratesAt(*steps)
+    make_trainer(tmp_path, prefetch, calibrates).fit(policy, loader())
+    frozen.close()
+    assert_same(plain, Outcome(policy, prefetch, 0))
+    assert sum(calibrates.alone) <= prefetch.statistics.misses["calibration"]
+    if steps in ((3,), (2, 5)):
+        assert sum(calibrates.alone) >= 3
+        assert prefetch.statistics.misses["calibration"] >= 4
+
+
 def test_a_model_without_frozen_modules_is_left_alone(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, npu.Prefetch(), max_epochs=1)
     trainer.fit(Policy(make_encoder()), loader())

@@ -38,7 +38,7 @@ class Statistics:
         balanced: calls answered by the FP32 head in torch (see ``balance``).
         misses: calls computed on the spot, by cause: "learning" (the call that taught a route), "not_a_batch_leaf",
             "edited", "asked_twice", "beyond_reach" (known, but not requested for this batch), "differs" (``inputs``
-            gave something else than what was passed), "inputs_failed".
+            gave something else than what was passed), "inputs_failed", "calibration" (see :meth:`Ahead.calibrate`).
         wait_s: seconds that calls waited for requested features.
         queue_depth: batches that were asked for and not used yet, when the last batch was delivered.
     """
@@ -85,6 +85,7 @@ class Ahead:
         self.current: Fetched | None = None
         self.kept: set[int] = set()
         self._numbers = 0
+        self._alone = 0
         self._unfinished: list[Request] = []
         self._warned: set[str] = set()
         for module in self.modules.values():
@@ -100,12 +101,32 @@ class Ahead:
 
     # ---- asking
 
+    def calibrate(self, steps: int) -> None:
+        """Encode the next ``steps`` batches on the spot: training waits for the device and the device for training.
+
+        In these steps each side can be timed by itself. It takes effect with the next batches that are fetched; one
+        more is encoded so, in which the device begins to look ahead again. Nothing changes in what is computed.
+        """
+        if not self.balancer.on:
+            self._alone = steps + 1
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether the present batch and the device have each other's time for themselves."""
+        batch = self.current
+        return batch is not None and batch.alone and any(ahead.alone for ahead, _ in batch.view.queue)
+
     def fetched(self, batch: Fetched) -> None:
         """A batch was read from a loader."""
         if not (batch.view.routes or self.inputs):
             return  # nothing is known yet about what feeds the modules
         self._numbers += 1
-        if self.balancer.balance == "auto":
+        if self._alone:
+            self._alone -= 1
+            batch.alone = True
+        elif any(earlier.alone for earlier, _ in batch.view.queue):
+            return  # asked for when those before it are through
+        elif self.balancer.balance == "auto":
             batch.open = True
         elif self.balancer.picks(self._numbers - 1):
             self._ask(batch)
@@ -134,6 +155,9 @@ class Ahead:
         """A batch leaves the loader: its tensors are tagged until they are moved to the device."""
         if batch.open:
             batch.open, batch.here = False, True
+        if batch.alone and not any(later.alone for later, _ in batch.view.queue):
+            for later, _ in batch.view.queue:
+                self._ask(later)
         if self.balancer.on:
             self.balancer.count(here=batch.here)
         self.statistics.queue_depth = len(batch.view.queue)
@@ -224,7 +248,8 @@ class Ahead:
         batch.answered.add(call)
         request = next((r for r in batch.requests if r.module is module and r.route == route), None)
         if request is None:
-            return None, "learning" if batch.view.learn(*call) else "beyond_reach"
+            cause = "calibration" if batch.alone else "beyond_reach"
+            return None, "learning" if batch.view.learn(*call) else cause
         batch.requests.remove(request)
         edited = any(tag.passes != edits(tag.tensor) for tag in known) or not batch.unedited()
         if edited:
@@ -237,7 +262,8 @@ class Ahead:
         if not any(self.modules[name] is module for name in self.inputs):
             return None, "not_a_batch_leaf"
         if self.current is None or not any(r.module is module and r.route is None for r in self.current.requests):
-            return None, "beyond_reach"
+            alone = self.current is not None and self.current.alone
+            return None, "calibration" if alone else "beyond_reach"
         for request in [r for r in self.current.requests if r.module is module and r.route is None]:
             try:
                 made = request.pending.inputs()

@@ -75,13 +75,14 @@ def edits(tensor: Tensor) -> int:
 class Fetched:
     """A batch that was fetched, with what was requested for it."""
 
-    __slots__ = ("answered", "found", "here", "index", "open", "passes", "requests", "value", "view")
+    __slots__ = ("alone", "answered", "found", "here", "index", "open", "passes", "requests", "value", "view")
 
     def __init__(self, view: View, value: Any, found: list[Tensor], index: int) -> None:
         self.view, self.value, self.found, self.index = view, value, found, index
         self.passes = [edits(tensor) for tensor in found]
         self.requests: list[Request] = []
         self.here = False  # to be encoded by the FP32 head in torch
+        self.alone = False  # to be encoded on the spot, so that device and training can be timed each by itself
         self.open = False  # it is not decided yet who encodes it
         self.answered: set[tuple[int, Route]] = set()  # calls so far, by module and route
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_npu.artifact import Artifact
+    from lightning_npu.power.base import PowerSource
     from lightning_npu.signature import CallSignature
     from lightning_npu.structure import Node
     from lightning_npu.tensor_spec import TensorSpec
@@ -114,6 +115,10 @@ class Runtime(ABC):
         Only for runtimes that do not know them from an artifact: those whose :attr:`inputs` are empty.
         """
         raise DeviceError(f"Runtime '{self.name}' does not say what its inputs are.", remedy="set Runtime.inputs")
+
+    def power_sources(self) -> Sequence[PowerSource]:
+        """Sensors of the boards that it keeps busy, for the energy meter. Makes no driver call; default: none known."""
+        return ()
 
     def describe(self) -> dict[str, Any]:
         """Facts for logs and reports: primitives only."""

@@ -19,6 +19,7 @@ from lightning_npu.runtimes.base import Runtime
 if TYPE_CHECKING:
     from lightning_npu.artifact import Artifact
     from lightning_npu.compile.flat import FlatModule
+    from lightning_npu.power.base import PowerSource
 
 
 class SimulatedRuntime(Runtime):
@@ -138,6 +139,12 @@ class SimulatedRuntime(Runtime):
         """Simulated board power in watts at this moment."""
         with self._lock:
             return self.active_w if self._served else self.idle_w
+
+    def power_sources(self) -> Sequence[PowerSource]:
+        """Its own stated power."""
+        from lightning_npu.power.simulated import SimulatedSource
+
+        return (SimulatedSource.of_runtime(self),)
 
     def close(self) -> None:
         """End; calls in flight fail."""

@@ -1,0 +1,1 @@
+"""What ``EnergyMeter`` is made of: phases, totals, ranks, overlap. Knows no Lightning."""

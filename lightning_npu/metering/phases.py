@@ -1,0 +1,110 @@
+"""Which phase a run was in, and when: spans that cover its whole time without overlap."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+PHASES = ("train", "validation", "test", "predict", "data_wait", "checkpoint", "other")
+
+
+class Span(NamedTuple):
+    """A stretch of time in one phase.
+
+    Attributes:
+        phase: one of :data:`PHASES`.
+        start_s: monotonic.
+        end_s: monotonic.
+    """
+
+    phase: str
+    start_s: float
+    end_s: float
+
+
+class Phases:
+    """Keeps the present phase and the spans of the past ones.
+
+    Spans queue up until :meth:`take` removes those whose energy is known. A phase that is entered inside another one
+    (a checkpoint written in a validation) interrupts it. What never comes to be taken is bounded: beyond ``limit``
+    spans, neighbours that are the oldest are merged into the phase of the longer one.
+
+    Args:
+        clock: monotonic seconds.
+        limit: spans that may wait.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, limit: int = 1 << 16) -> None:
+        self._clock, self._limit = clock, limit
+        self._stack = ["other"]
+        self._since_s = clock()
+        self._spans: deque[Span] = deque()
+
+    @property
+    def current(self) -> str:
+        """The phase of this moment."""
+        return self._stack[-1]
+
+    def switch(self, phase: str) -> float:
+        """Leave the present phase for ``phase``; the moment."""
+        now_s = self._close()
+        self._stack[-1] = phase
+        return now_s
+
+    def enter(self, phase: str) -> float:
+        """Interrupt the present phase by ``phase``; the moment."""
+        now_s = self._close()
+        self._stack.append(phase)
+        return now_s
+
+    def leave(self) -> float:
+        """Go back to the phase that was interrupted; the moment."""
+        now_s = self._close()
+        if len(self._stack) > 1:
+            self._stack.pop()
+        return now_s
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """``phase`` inside of the block."""
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def stop(self) -> float:
+        """Close the present span and forget interrupted phases; the moment."""
+        now_s = self._close()
+        self._stack = ["other"]
+        return now_s
+
+    def take(self, until_s: float) -> list[Span]:
+        """Remove and give what lies before ``until_s``; a span across it is divided."""
+        taken: list[Span] = []
+        while self._spans and self._spans[0].start_s < until_s:
+            span = self._spans.popleft()
+            if span.end_s > until_s:
+                self._spans.appendleft(Span(span.phase, until_s, span.end_s))
+                span = Span(span.phase, span.start_s, until_s)
+            taken.append(span)
+        return taken
+
+    def _close(self) -> float:
+        now_s = self._clock()
+        if now_s > self._since_s:
+            self._add(Span(self._stack[-1], self._since_s, now_s))
+        self._since_s = now_s
+        return now_s
+
+    def _add(self, span: Span) -> None:
+        if self._spans and self._spans[-1].phase == span.phase and self._spans[-1].end_s == span.start_s:
+            span = Span(span.phase, self._spans.pop().start_s, span.end_s)
+        self._spans.append(span)
+        if len(self._spans) > self._limit:
+            first, second = self._spans.popleft(), self._spans.popleft()
+            longer = max(first, second, key=lambda s: s.end_s - s.start_s)
+            self._spans.appendleft(Span(longer.phase, first.start_s, second.end_s))
