@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_npu import metrics as metrics
     from lightning_npu import power as power
     from lightning_npu import runtimes as runtimes
     from lightning_npu.artifact import Artifact as Artifact
@@ -42,7 +43,7 @@ _PUBLIC = {
     "offload": "offloading",
     "split_module": "compile.split",
 }
-_MODULES = ("power", "runtimes")
+_MODULES = ("metrics", "power", "runtimes")
 
 __all__ = [*sorted(_PUBLIC), *_MODULES]
 
