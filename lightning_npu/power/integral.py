@@ -1,0 +1,190 @@
+"""Energy from power readings: the trapezoid on the times to which the readings belong."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_npu.power.series import Span
+from lightning_npu.power.uncertainty import Variogram
+
+_HISTORY = 512  # readings from which the spread of the power is known
+_MIN_SPREAD = 0.05  # share of the power that an unseen change may have, where none was seen
+
+
+class UpdatePeriod:
+    """Update period of a gauge, from the shortest times between changes of its value.
+
+    Equal readings say nothing: the load may be constant. Two changes lie at least one period apart, so that the
+    shortest of many spans between changes is the period, as far as the readings resolve it.
+    """
+
+    def __init__(self, poll_s: float) -> None:
+        self.period_s: float | None = None
+        self._poll_s = poll_s
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=128)  # shortest, longest time between two changes
+        self._last: tuple[float, float] | None = None
+
+    def change(self, low_s: float, high_s: float) -> None:
+        """The value changed after ``low_s`` and not after ``high_s``."""
+        if self._last is not None:
+            self._gaps.append((low_s - self._last[1], high_s - self._last[0]))
+            self._measure()
+        self._last = (low_s, high_s)
+
+    def _measure(self) -> None:
+        if len(self._gaps) < 6:
+            return
+        most = min(longest for _, longest in self._gaps)
+        single = [(low, high) for low, high in self._gaps if low < most and high < 2.0 * most]
+        sharp = [(low, high) for low, high in single if high - low <= 0.3 * most]
+        if not sharp and most < 2.5 * self._poll_s:
+            return  # every reading may be an update of its own
+        usable = sharp or single
+        if len(usable) >= 3:
+            self.period_s = sum(0.5 * (low + high) for low, high in usable) / len(usable)
+
+
+class PowerIntegral:
+    """Turns power readings into spans of energy.
+
+    Args:
+        poll_s: nominal time between readings.
+        averaging_s: a reading is the mean over this many past seconds; it belongs to the middle of them.
+        longest_gap_s: readings further apart than that leave a gap, bridged linearly.
+    """
+
+    def __init__(self, poll_s: float, averaging_s: float, longest_gap_s: float) -> None:
+        self.updates = UpdatePeriod(poll_s)
+        self.time_s: float | None = None  # the moment to which the last reading belongs
+        self.power_w = 0.0
+        self._poll_s, self._averaging_s, self._longest_gap_s = poll_s, averaging_s, longest_gap_s
+        self._read_s = 0.0
+        self._recent: deque[float] = deque(maxlen=_HISTORY)
+        self._variogram = Variogram()
+        self._spaced_s = 0.0  # when the variogram last took a reading
+
+    @property
+    def lag_s(self) -> float:
+        """How long before it is read a value was true, on average."""
+        return 0.5 * (self._averaging_s + (self.updates.period_s or 0.0))
+
+    @property
+    def step_w2(self) -> float:
+        """Mean square of the change from one update to the next."""
+        return self._variogram.step_w2
+
+    @property
+    def spread_w(self) -> float:
+        """How far the power may be from what it was, by what was seen lately."""
+        if not self._recent:
+            return 0.0
+        return max(max(self._recent) - min(self._recent), _MIN_SPREAD * max(self._recent))
+
+    def add(self, time_s: float, power_w: float) -> Span | None:
+        """Take a reading; return the span from the one before, None for the first."""
+        if self.time_s is not None and power_w != self.power_w:
+            self.updates.change(self._read_s, time_s)
+        self._recent.append(power_w)
+        belongs_s = time_s - self.lag_s
+        if self.time_s is None:
+            self.time_s, self.power_w, self._read_s, self._spaced_s = belongs_s, power_w, time_s, belongs_s
+            self._variogram.add(power_w)
+            return None
+        seconds = belongs_s - self.time_s
+        self._read_s = time_s
+        if seconds <= 0:  # the lag has just become known
+            self.power_w = power_w
+            return None
+        span = self._span(belongs_s, seconds, power_w)
+        self.time_s, self.power_w = belongs_s, power_w
+        return span
+
+    def _span(self, belongs_s: float, seconds: float, power_w: float) -> Span:
+        energy = 0.5 * (self.power_w + power_w) * seconds
+        if seconds > self._longest_gap_s:
+            self._variogram.restart()
+            self._variogram.add(power_w)
+            self._spaced_s = belongs_s
+            gap_j = self.spread_w * seconds
+            return Span(belongs_s, energy, gap_s=seconds, gap_j=gap_j)
+        period = max(self.updates.period_s or 0.0, 0.0)
+        if belongs_s - self._spaced_s >= 0.8 * period:
+            self._variogram.add(power_w)
+            self._spaced_s = belongs_s
+        # readings within one period say the same thing: their errors add up, not their squares
+        return Span(belongs_s, energy, self._variogram.unseen_w2 * seconds * max(period, seconds))
+
+
+class PowerTail:
+    """Spans of integrated power that lie after the curve's last knot: what the curve would go on with.
+
+    Args:
+        keep_s: how long before the newest span one is kept.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._spans: deque[tuple[float, Span]] = deque()
+
+    def add(self, begin_s: float, span: Span) -> None:
+        """Take the next span."""
+        self._spans.append((begin_s, span))
+        while self._spans[0][1].time_s < span.time_s - self._keep_s:
+            self._spans.popleft()
+
+    def drop(self, before_s: float) -> None:
+        """Forget the spans that end before a moment."""
+        while self._spans and self._spans[0][1].time_s <= before_s:
+            self._spans.popleft()
+
+    def between(self, begin_s: float, end_s: float, power_w: float | None) -> Span | None:
+        """One span from ``begin_s`` to ``end_s``; what no span covers is filled with the nearest reading.
+
+        Args:
+            begin_s: begin of the span.
+            end_s: its end.
+            power_w: the newest power, for what lies after the last span; None: there is none.
+
+        Returns:
+            None where there is nothing to fill it from.
+        """
+        if not self._spans and power_w is None:
+            return None
+        parts = [part for part in (_cut(a, span, begin_s, end_s) for a, span in self._spans) if part is not None]
+        energy = sum(part.energy_j for part in parts)
+        last_s = max(begin_s, min(end_s, self._spans[-1][1].time_s)) if self._spans else begin_s
+        if end_s > last_s:
+            a, span = self._spans[-1] if self._spans else (0.0, Span(1.0, 0.0))
+            level = power_w if power_w is not None else span.energy_j / max(span.time_s - a, 1e-9)
+            energy += level * (end_s - last_s)
+        if self._spans and self._spans[0][0] > begin_s:
+            a, span = self._spans[0]
+            energy += span.energy_j / (span.time_s - a) * (min(a, end_s) - begin_s)
+        return Span(
+            end_s,
+            energy,
+            variance_j2=sum(part.variance_j2 for part in parts),
+            gap_s=sum(part.gap_s for part in parts),
+            gap_j=sum(part.gap_j for part in parts),
+        )
+
+    def after(self, begin_s: float) -> list[Span]:
+        """The spans from ``begin_s`` on, the first cut there, stretched to it where they begin later."""
+        cut = [_cut(a, span, begin_s, span.time_s) for a, span in self._spans]
+        return [part for part in cut if part is not None]
+
+
+def _cut(span_begin_s: float, span: Span, begin_s: float, end_s: float) -> Span | None:
+    low, high = max(span_begin_s, begin_s), min(span.time_s, end_s)
+    if high <= low:
+        return None
+    share = (high - low) / (span.time_s - span_begin_s)
+    if share >= 1.0:
+        return span
+    return Span(
+        high,
+        span.energy_j * share,
+        variance_j2=span.variance_j2 * share**2,
+        gap_s=span.gap_s * share,
+        gap_j=span.gap_j * share,
+    )
