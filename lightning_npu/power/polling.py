@@ -1,0 +1,98 @@
+"""Rounds of readings: when each board is read, and how long one that cannot be read is left alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from lightning_npu.power.base import Board, PowerSource, Reading
+
+JITTER = 0.25
+TRIES = 3  # failed reads in a row before a board is left alone: one hiccup should not cost a second of readings
+LONGEST_BACK_OFF_S = 30.0
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def back_off_s(failures: int) -> float:
+    """How long to wait after so many failures in a row: 0 s for the first few, then 1, 2, 4 .. 30 s."""
+    return 0.0 if failures < TRIES else min(2.0 ** min(failures - TRIES, 10), LONGEST_BACK_OFF_S)
+
+
+def read(source: PowerSource, board: Board, *, power: bool = True) -> Reading:
+    """A reading whatever the source does: what it raises becomes the reading's problem."""
+    started = time.monotonic()
+    try:
+        return source.read(board, power=power)
+    except Exception as error:
+        return Reading((started + time.monotonic()) / 2, problem=f"{type(error).__name__}: {error}")
+
+
+class Poller:
+    """Reads the boards of one source in rounds.
+
+    Rounds come ``interval_s`` apart, each interval longer or shorter by up to a quarter at random, so that a load
+    that repeats at the same pace is not always seen in the same phase. The numbers are this object's own: training's
+    random states are left alone. A source that takes long is left in peace for at least as long as a round took.
+
+    Args:
+        source: what to read.
+        boards: its boards that are polled here.
+        interval_s: the mean time between two rounds.
+        sink: called with a board's position and its reading.
+        lock: held over each pair of a reading and its ``sink``, so that readings of others keep their order.
+        seed: for the jitter.
+    """
+
+    def __init__(
+        self,
+        source: PowerSource,
+        boards: Sequence[Board],
+        interval_s: float,
+        sink: Callable[[int, Reading], None],
+        *,
+        lock: AbstractContextManager[object] = _NOTHING,
+        seed: int = 0,
+    ) -> None:
+        self._source, self._boards, self._interval_s, self._sink, self._lock = source, boards, interval_s, sink, lock
+        self._state = (seed or time.monotonic_ns()) & 0xFFFFFFFF
+        self._next_s = time.monotonic()
+        self._due_s = [0.0] * len(boards)
+        self.failures = [0] * len(boards)
+        self.call_s = 0.0
+        """How long a reading takes lately, in seconds."""
+
+    def round(self, *, everything: bool = False) -> float:
+        """Read the boards that are due.
+
+        Args:
+            everything: read those in back-off too.
+
+        Returns:
+            When the next round should start, in ``time.monotonic()``.
+        """
+        started = time.monotonic()
+        for index, board in enumerate(self._boards):
+            if self._due_s[index] <= started or everything:
+                self._poll(index, board)
+        ended = time.monotonic()
+        self._next_s = max(self._next_s + self._interval(), ended + min(ended - started, 1.0))
+        if self._due_s:
+            self._next_s = max(self._next_s, min(self._due_s))
+        return self._next_s
+
+    def _poll(self, index: int, board: Board) -> None:
+        with self._lock:
+            started = time.monotonic()
+            reading = read(self._source, board)
+            took_s = time.monotonic() - started
+            self._sink(index, reading)
+        self.call_s += (took_s - self.call_s) * 0.2
+        failed = reading.power_w is None and reading.energy_j is None
+        self.failures[index] = self.failures[index] + 1 if failed else 0
+        wait_s = back_off_s(self.failures[index])
+        self._due_s[index] = started + wait_s if wait_s else 0.0
+
+    def _interval(self) -> float:
+        self._state = (1664525 * self._state + 1013904223) & 0xFFFFFFFF  # Numerical Recipes' generator
+        return self._interval_s * (1 + JITTER * (self._state / 2**31 - 1))
