@@ -44,7 +44,7 @@ def test_truth_is_the_integral_of_the_power(stub_nvml, load):
 
 
 def test_counter_steps_once_per_period_and_counts_exactly(stub_nvml):
-    stub = stub_nvml([StubBoard(sensors="a100")])
+    stub = stub_nvml([StubBoard(sensors=Sensors(counter=Part(0.1, jitter=0.0, clock=0.0)))])
     t0 = time.monotonic()
     values = [stub.c.stub_counter_j(0, t0 + i * 1e-3) for i in range(1000)]
     steps = [i for i in range(1, 1000) if values[i] != values[i - 1]]
@@ -55,9 +55,22 @@ def test_counter_steps_once_per_period_and_counts_exactly(stub_nvml):
     assert values[steps[-1]] - values[steps[0]] == pytest.approx(stub.truth_j(0, t0 + first, t0 + last), abs=0.4)
 
 
+def test_updates_jitter_around_a_clock_of_their_own(stub_nvml):
+    stub = stub_nvml([StubBoard(Load.constant(100.0), Sensors(counter=Part(0.1, jitter=0.1, clock=0.02)))])
+    t0 = time.monotonic()
+    values = [stub.c.stub_counter_j(0, t0 + i * 1e-3) for i in range(20_000)]
+    steps = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    assert all(77 <= gap <= 123 for gap in gaps)
+    assert min(gaps) < 95
+    assert max(gaps) > 105
+    assert 97.5 <= sum(gaps) / len(gaps) <= 102.5
+
+
 def test_part_time_counter_misses_what_happens_between(stub_nvml):
     load = Load("square", 50, 180, 0.1)  # in step with the counter, which sees the same quarter of every period
-    stub = stub_nvml([StubBoard(Load.constant(90.0), "a100s"), *(StubBoard(load, "a100s") for _ in range(12))])
+    sensors = Sensors(counter=Part(0.1, 0.025, jitter=0.0, clock=0.0))
+    stub = stub_nvml([StubBoard(Load.constant(90.0), sensors), *(StubBoard(load, sensors) for _ in range(12))])
     t0 = time.monotonic()
 
     def counted_w(board: int) -> float:

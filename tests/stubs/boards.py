@@ -31,10 +31,20 @@ class Load:
 
 @dataclass(frozen=True)
 class Part:
-    """One reading that a board offers: new every ``period_s``, a mean over the ``window_s`` before (0: of a moment)."""
+    """One reading that a board offers.
+
+    Attributes:
+        period_s: a new value comes every so many seconds.
+        window_s: it is a mean over so many seconds before; 0: of that moment.
+        jitter: values come early or late by up to this share of the period.
+        clock: its clock runs fast or slow by up to this share. Without these two a load whose period fits the sensor's
+            would be seen in one phase for ever, by every meter there can be; real clocks are never in step.
+    """
 
     period_s: float = 0.1
     window_s: float = 0.0
+    jitter: float = 0.1
+    clock: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -58,19 +68,20 @@ class Sensors:
     architecture: int = 7
 
 
-_MEAN_1S = Part(0.1, 1.0)
+_MEAN_1S, _FAST = Part(0.1, 1.0), Part(0.02, 0.01)
 SENSORS: dict[str, Sensors] = {
     "a100": Sensors(Part(0.1, 0.025), Part(0.1), Part(0.1, 0.025), _MEAN_1S),
     "a100n": Sensors(Part(0.1, 0.025), Part(0.1), Part(0.1, 0.025), _MEAN_1S, noise_w=0.5),
     # whether real counters see all of the time or add up the power sensor's part of it is not published
     "a100s": Sensors(Part(0.1, 0.025), Part(0.1, 0.025), Part(0.1, 0.025), _MEAN_1S),
-    "v100": Sensors(Part(0.02, 0.01), Part(0.02), architecture=5),
-    "v100n": Sensors(Part(0.02, 0.01), Part(0.02), noise_w=0.5, architecture=5),
+    "v100": Sensors(_FAST, Part(0.02), _FAST, architecture=5),
+    "v100n": Sensors(_FAST, Part(0.02), _FAST, noise_w=0.5, architecture=5),
     "hopper": Sensors(_MEAN_1S, Part(0.1), Part(0.1, 0.025), _MEAN_1S, architecture=9),
     # the same board under a driver that offers the mean alone
     "hopper-mean": Sensors(_MEAN_1S, Part(0.1), architecture=9),
-    "pascal": Sensors(Part(0.02, 0.01), architecture=4),
-    "pascaln": Sensors(Part(0.02, 0.01), noise_w=0.5, architecture=4),
+    # no counter; Zeus needs field 186 there
+    "pascal": Sensors(_FAST, instant=_FAST, architecture=4),
+    "pascaln": Sensors(_FAST, instant=_FAST, noise_w=0.5, architecture=4),
     "npu": Sensors(Part(0.1)),
     "npu1s": Sensors(Part(1.0)),
     # sensors without a flaw, for tests about something else

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from pathlib import Path
 
-MAGIC, LAYOUT = 0x4E505553545542, 1
+MAGIC, LAYOUT = 0x4E505553545542, 2
 MAX_BOARDS, MAX_FAULTS, MAX_SPANS, MAX_MIG, TEXT = 128, 16, 8, 7, 96
 LOADS = {"constant": 0, "square": 1, "sine": 2, "telegraph": 3}
 FAULTS = {
@@ -35,7 +35,7 @@ def _doubles(names: str) -> list[tuple[str, type]]:
 
 
 class SensorStruct(ctypes.Structure):
-    _fields_ = [*_doubles("period_s window_s phase_s"), ("supported", ctypes.c_int64)]
+    _fields_ = [*_doubles("period_s window_s phase_s jitter"), ("supported", ctypes.c_int64)]
 
 
 class FaultStruct(ctypes.Structure):

@@ -305,13 +305,14 @@ def _fill(struct: BoardStruct, board: StubBoard, index: int, start: float) -> No
     chance = random.Random(f"ticks/{board.seed}/{index}")
     for name in ("power", "instant", "average", "counter"):
         part: Part | None = getattr(sensed, name)
-        setattr(struct, name, _sensor(part, start, chance.random()))
+        setattr(struct, name, _sensor(part, start, chance))
     struct.noise_w, struct.seed = sensed.noise_w, board.seed * 1000 + index + 1
     struct.gain, struct.offset_w, struct.counter_gain = board.gain, board.offset_w, board.counter_gain
     struct.epoch_s, struct.counter_start_j, struct.limit_w = start, board.counter_start_j, board.limit_w
 
 
-def _sensor(part: Part | None, start: float, chance: float) -> SensorStruct:
+def _sensor(part: Part | None, start: float, chance: random.Random) -> SensorStruct:
     if part is None:
-        return SensorStruct(0.0, 0.0, start, 0)
-    return SensorStruct(part.period_s, part.window_s, start + chance * part.period_s, 1)
+        return SensorStruct(0.0, 0.0, start, 0.0, 0)
+    period_s = part.period_s * (1 + part.clock * chance.uniform(-1, 1))
+    return SensorStruct(period_s, part.window_s, start + chance.random() * period_s, part.jitter, 1)

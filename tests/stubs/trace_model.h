@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 #define MAGIC 0x4e505553545542ULL
-#define LAYOUT 1
+#define LAYOUT 2
 #define MAX_BOARDS 128
 #define MAX_FAULTS 16
 #define MAX_SPANS 8
@@ -46,6 +46,7 @@ enum { CALL_INIT, CALL_SHUTDOWN, CALL_HANDLE, CALL_POWER, CALL_COUNTER, CALL_FIE
 
 typedef struct {
     double period_s, window_s, phase_s; /* time between updates; averaged over window_s before each (0: none) */
+    double jitter; /* updates come early or late by up to this share of the period */
     int64_t supported;
 } Sensor;
 
@@ -187,14 +188,26 @@ static int fault_code(const Board *b, int kind, double t) {
     return f ? (int)f->value : 0;
 }
 
+/* When update k comes. */
+static double tick_s(const Sensor *s, int64_t k) {
+    double at = s->phase_s + (double)k * s->period_s;
+    if (s->jitter <= 0.0) return at;
+    uint64_t bits;
+    memcpy(&bits, &s->phase_s, sizeof bits);
+    double chance = (double)(mix(bits ^ mix((uint64_t)k)) >> 11) / 9007199254740992.0;
+    return at + s->jitter * s->period_s * (2.0 * chance - 1.0);
+}
+
+/* The newest update at time t: its number and when it came. */
 static double tick_of(const Sensor *s, double t, int64_t *number) {
     if (s->period_s <= 0.0) {
         *number = (int64_t)(t * 1e6);
         return t;
     }
-    double n = floor((t - s->phase_s) / s->period_s);
-    *number = (int64_t)n;
-    return s->phase_s + n * s->period_s;
+    int64_t k = (int64_t)floor((t - s->phase_s) / s->period_s) + 1;
+    while (tick_s(s, k) > t) k--;
+    *number = k;
+    return tick_s(s, k);
 }
 
 /* What a power sensor says at time t, in watts. */
@@ -224,8 +237,8 @@ static double counted_j(const Board *b, double t) {
         sum = part_time[index].sum_j;
     }
     for (int64_t k = from + 1; k <= last; k++) { /* the power seen in part of each period stands for all of it */
-        double at = b->counter.phase_s + (double)k * b->counter.period_s;
-        sum += energy_between(b, at - b->counter.window_s, at) / b->counter.window_s * b->counter.period_s;
+        double at = tick_s(&b->counter, k), seen_j = energy_between(b, at - b->counter.window_s, at);
+        sum += seen_j / b->counter.window_s * (at - tick_s(&b->counter, k - 1));
     }
     part_time[index].tick = last;
     part_time[index].sum_j = sum;
