@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_npu.artifact import Artifact as Artifact
     from lightning_npu.compile import compile_module as compile_module
     from lightning_npu.compile.split import split_module as split_module
+    from lightning_npu.energy import EnergyMeter as EnergyMeter
     from lightning_npu.errors import ArtifactError as ArtifactError
     from lightning_npu.errors import CompileError as CompileError
     from lightning_npu.errors import DeviceError as DeviceError
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from lightning_npu.lookahead import Lookahead as Lookahead
     from lightning_npu.module import NPUFrozenModule as NPUFrozenModule
     from lightning_npu.offloading import offload as offload
+    from lightning_npu.power.monitor import EnergyMonitor as EnergyMonitor
     from lightning_npu.prefetch import Prefetch as Prefetch
+    from lightning_npu.report import wandb_workspace as wandb_workspace
 
 # public name -> module that defines it; resolved on first use, so that importing the package stays light
 _PUBLIC = {
@@ -31,6 +34,8 @@ _PUBLIC = {
     "ArtifactError": "errors",
     "CompileError": "errors",
     "DeviceError": "errors",
+    "EnergyMeter": "energy",
+    "EnergyMonitor": "power.monitor",
     "FidelityError": "errors",
     "InputError": "errors",
     "NPUError": "errors",
@@ -42,6 +47,7 @@ _PUBLIC = {
     "compile_module": "compile",
     "offload": "offloading",
     "split_module": "compile.split",
+    "wandb_workspace": "report",
 }
 _MODULES = ("metrics", "power", "runtimes")
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from lightning_npu.lookahead import Ahead
+    from lightning_npu.power.base import PowerSource
 
 
 class NPUFrozenModule(FrozenModule):

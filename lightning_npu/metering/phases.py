@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-PHASES = ("train", "validation", "test", "predict", "data_wait", "checkpoint", "other")
-
 
 class Span(NamedTuple):
     """A stretch of time in one phase.
 
     Attributes:
-        phase: one of :data:`PHASES`.
+        phase: one of :data:`lightning_npu.keys.PHASES`.
         start_s: monotonic.
         end_s: monotonic.
     """
@@ -92,6 +90,10 @@ class Phases:
                 span = Span(span.phase, span.start_s, until_s)
             taken.append(span)
         return taken
+
+    def waiting(self) -> tuple[Span, ...]:
+        """The spans that were not taken yet, the present one up to this moment among them."""
+        return (*self._spans, Span(self._stack[-1], self._since_s, max(self._since_s, self._clock())))
 
     def _close(self) -> float:
         now_s = self._clock()

@@ -19,6 +19,7 @@ class BoardTotal:
     Attributes:
         kind: "gpu", "npu" or "cpu".
         name: the model, for logs.
+        index: as in :class:`~lightning_npu.power.base.Board`.
         simulated: whether nothing of it is measured.
         energy_j: gross energy in joules.
         gain_j: uncertainty from the sensor's gain, in joules; adds up linearly.
@@ -34,6 +35,7 @@ class BoardTotal:
 
     kind: str
     name: str
+    index: int | None
     simulated: bool
     energy_j: float
     gain_j: float
@@ -52,6 +54,7 @@ class BoardTotal:
         return cls(
             board.kind,
             board.name,
+            board.index,
             board.simulated,
             energy.energy_j,
             energy.gain_j,
@@ -112,6 +115,10 @@ class BoardTotal:
         """The reverse of :meth:`to_json`."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__})
 
+    def board(self, key: str) -> Board:
+        """The board as far as names need it."""
+        return Board(key, self.kind, self.name, self.index, simulated=self.simulated)
+
 
 Totals = dict[str, BoardTotal]
 """Board key to what it used."""
@@ -128,6 +135,27 @@ def then(earlier: Mapping[str, BoardTotal], later: Mapping[str, BoardTotal]) -> 
     for key, total in later.items():
         joined[key] = joined[key].then(total) if key in joined else total
     return joined
+
+
+def without(whole: Mapping[str, BoardTotal], part: Mapping[str, BoardTotal]) -> Totals:
+    """A stretch of time less a stretch within it. Differences of one curve: gains shrink along, edges come on top."""
+    left = dict(whole)
+    for key, inner in part.items():
+        if key not in left:
+            continue
+        outer = left[key]
+        net = None if outer.idle_j is None or inner.idle_j is None else outer.idle_j - inner.idle_j
+        left[key] = replace(
+            outer,
+            energy_j=outer.energy_j - inner.energy_j,
+            gain_j=max(0.0, outer.gain_j - inner.gain_j),
+            resolution_j=math.hypot(outer.resolution_j, inner.resolution_j),
+            gap_j=max(0.0, outer.gap_j - inner.gap_j),
+            duration_s=outer.duration_s - inner.duration_s,
+            covered_s=max(0.0, outer.covered_s - inner.covered_s),
+            idle_j=net,
+        )
+    return left
 
 
 def merge(ranks: Iterable[Mapping[str, BoardTotal]]) -> Totals:

@@ -85,6 +85,11 @@ class BoardCurve:
         return self._assembly.newest_w
 
     @property
+    def settled_s(self) -> float | None:
+        """The moment before which later readings change nothing; None: nothing is known yet."""
+        return None if self._assembly.series is None else self._assembly.series.last_s
+
+    @property
     def update_period_s(self) -> tuple[float | None, float | None]:
         """Update periods in seconds of the counter and of the power sensor; None: absent, constant or not resolved."""
         return self._assembly.counter.period_s, self._assembly.integral.updates.period_s

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lightning_npu.errors import InputError
 from lightning_npu.power import registry
 from lightning_npu.power.arguments import check_calibration, check_idle, check_sources
-from lightning_npu.power.base import Board, PowerSource
+from lightning_npu.power.base import Board, BoardEnergy, PowerSource
 from lightning_npu.power.calibration import lookup, number, unused
 from lightning_npu.power.idle import Idle, measure
 from lightning_npu.power.session import Session, one_line
@@ -142,6 +142,33 @@ class EnergyMonitor:
     def begin(self, name: str = "") -> Window:
         """A window that begins now; call its ``end()``."""
         return self.window(name).begin()
+
+    def between(self, start_s: float, end_s: float) -> dict[str, BoardEnergy]:
+        """Energy of each board between two moments of ``time.monotonic()``, by key, where anything is known.
+
+        For many short spans: no sensor is read for it. Both moments lie within the last two minutes; for longer spans
+        use a window.
+
+        Args:
+            start_s: begin.
+            end_s: end.
+        """
+        return {} if self._session is None else self._session.between(start_s, end_s)
+
+    @property
+    def settled_until_s(self) -> float:
+        """The moment of ``time.monotonic()`` before which figures can no longer change; takes in what was read."""
+        if self._session is None:
+            return time.monotonic()
+        self._session.drain()
+        return self._session.settled_s
+
+    @property
+    def update_periods_s(self) -> dict[str, float]:
+        """How often each board's sensor was seen to be renewed, in seconds, by key; unknown ones are absent."""
+        feeds = () if self._session is None else self._session.feeds
+        periods = {feed.board.key: feed.slowest_update_s for feed in feeds}
+        return {key: period_s for key, period_s in periods.items() if period_s is not None}
 
     def power_w(self) -> dict[str, float | None]:
         """Newest power of each board in watts, by key; None where it is not known now."""

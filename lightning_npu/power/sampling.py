@@ -80,6 +80,19 @@ class Feed:
             self._curve.forget(before_s, keep)
 
     @property
+    def settled_s(self) -> float | None:
+        """See :meth:`BoardCurve.settled_s`; None too while the board is lost: nothing comes that could change it."""
+        with self._lock:
+            return None if self._curve.state.startswith("lost") else self._curve.settled_s
+
+    @property
+    def slowest_update_s(self) -> float | None:
+        """Update period of the sensor that lays the curve, in seconds, as seen so far."""
+        with self._lock:
+            counter_s, power_s = self._curve.update_period_s
+        return counter_s if counter_s is not None else power_s
+
+    @property
     def state(self) -> str:
         """The curve's state, as of the last reading."""
         with self._lock:

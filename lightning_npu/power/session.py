@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 from lightning_npu.errors import NPUError
-from lightning_npu.power.base import PowerSource
+from lightning_npu.power.base import BoardEnergy, PowerSource
 from lightning_npu.power.calibration import Calibration, lookup
 from lightning_npu.power.curve import BoardCurve
 from lightning_npu.power.remote import ProcessReader, why_not
@@ -110,6 +110,22 @@ class Session:
         if self.stopped_s is None and not self.foreign:
             for reader in self._readers:
                 reader.edge()
+
+    def between(self, start_s: float, end_s: float) -> dict[str, BoardEnergy]:
+        """Energy of each board between two moments that are not long past, where anything is known."""
+        if self.foreign:
+            return {}
+        energies = {feed: feed.energy(start_s, end_s) for feed in self.feeds}
+        return {
+            feed.board.key: feed.calibration.energy(energy) for feed, energy in energies.items() if energy is not None
+        }
+
+    @property
+    def settled_s(self) -> float:
+        """The moment before which later readings of no board change anything."""
+        now_s = time.monotonic()
+        known = [feed.settled_s for feed in self.feeds]
+        return min((moment_s for moment_s in known if moment_s is not None), default=now_s)
 
     def drain(self) -> None:
         """Take in what helper processes have read."""

@@ -1,0 +1,169 @@
+"""What all ranks of a run used, earlier parts of a resumed run included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_npu.metering.ranks import gather
+from lightning_npu.metering.recorder import Recorder
+from lightning_npu.metering.totals import BoardTotal, Totals, merge, then
+
+
+@dataclass(frozen=True)
+class Account:
+    """Energy and what was done for it.
+
+    Attributes:
+        totals: of each board.
+        phases: of each board in each phase.
+        phase_s: seconds of each phase.
+        samples: trained by all ranks.
+        steps: optimizer steps.
+        elapsed_s: seconds.
+    """
+
+    totals: Totals = field(default_factory=dict)
+    phases: dict[str, Totals] = field(default_factory=dict)
+    phase_s: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+    steps: int = 0
+    elapsed_s: float = 0.0
+
+    def then(self, later: Account) -> Account:
+        """This part of a run and the one after it."""
+        return Account(
+            then(self.totals, later.totals),
+            {
+                phase: then(self.phases.get(phase, {}), later.phases.get(phase, {}))
+                for phase in dict.fromkeys((*self.phases, *later.phases))
+            },
+            {
+                phase: self.phase_s.get(phase, 0.0) + later.phase_s.get(phase, 0.0)
+                for phase in dict.fromkeys((*self.phase_s, *later.phase_s))
+            },
+            self.samples + later.samples,
+            self.steps + later.steps,
+            self.elapsed_s + later.elapsed_s,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "totals": totals_to_json(self.totals),
+            "phases": {phase: totals_to_json(totals) for phase, totals in self.phases.items()},
+            "phase_s": dict(self.phase_s),
+            "samples": self.samples,
+            "steps": self.steps,
+            "elapsed_s": self.elapsed_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Account:
+        """The reverse of :meth:`to_json`."""
+        return cls(
+            totals_from_json(data["totals"]),
+            {phase: totals_from_json(totals) for phase, totals in data["phases"].items()},
+            dict(data["phase_s"]),
+            data["samples"],
+            data["steps"],
+            data["elapsed_s"],
+        )
+
+
+def totals_to_json(totals: Totals) -> dict[str, Any]:
+    """Plain values, by board."""
+    return {key: total.to_json() for key, total in totals.items()}
+
+
+def totals_from_json(data: Mapping[str, Any]) -> Totals:
+    """The reverse of :func:`totals_to_json`."""
+    return {key: BoardTotal.from_json(total) for key, total in data.items()}
+
+
+@dataclass(frozen=True)
+class MergedEpoch:
+    """An epoch of all ranks: as :class:`lightning_npu.metering.recorder.Epoch`."""
+
+    whole: Totals
+    training: Totals
+    samples: int
+    steps: int
+    duration_s: float
+
+
+class Ledger:
+    """Merges what the ranks record, by board.
+
+    Args:
+        recorder: of this rank.
+        prior: of an earlier part of the run, which all ranks know.
+        ranks_here: ranks on this host.
+    """
+
+    def __init__(self, recorder: Recorder, prior: Account, ranks_here: int) -> None:
+        self.recorder, self.prior, self._ranks_here = recorder, prior, ranks_here
+        self._others = Account()
+        self._samples_elsewhere = 0
+        self._steps_before = recorder.steps
+        self.epoch: MergedEpoch | None = None
+        self.problems: dict[str, str] = {}
+
+    def merge(self) -> None:
+        """Learn what the other ranks saw so far. All ranks come here, at the same point of the run."""
+        recorder = self.recorder
+        recorder.fold()
+        epoch = recorder.epoch()
+        mine: dict[str, Any] = {"account": self._mine().to_json(), "problems": recorder.monitor.problems, "epoch": None}
+        if epoch is not None:
+            mine["epoch"] = {
+                "whole": totals_to_json(epoch.whole),
+                "training": totals_to_json(epoch.training),
+                "samples": epoch.samples,
+                "steps": epoch.steps,
+                "duration_s": epoch.duration_s,
+            }
+        everyone = gather(mine)
+        accounts = [Account.from_json(rank["account"]) for rank in everyone]
+        totals = merge(account.totals for account in accounts)
+        phases = {
+            phase: merge(account.phases.get(phase, {}) for account in accounts)
+            for phase in dict.fromkeys(phase for account in accounts for phase in account.phases)
+        }
+        self._others = Account(totals, phases)
+        self._samples_elsewhere = sum(account.samples for account in accounts) - recorder.samples
+        self._accounts = len(accounts)
+        self.problems = {name: reason for rank in everyone for name, reason in rank["problems"].items()}
+        epochs = [rank["epoch"] for rank in everyone if rank["epoch"] is not None]
+        if epochs:
+            self.epoch = MergedEpoch(
+                merge(totals_from_json(one["whole"]) for one in epochs),
+                merge(totals_from_json(one["training"]) for one in epochs),
+                sum(one["samples"] for one in epochs),
+                max(one["steps"] for one in epochs),
+                max(one["duration_s"] for one in epochs),
+            )
+
+    @property
+    def account(self) -> Account:
+        """Everything that this rank knows: its own boards as of now, those of others as of the last :meth:`merge`."""
+        mine = self._mine()
+        totals = {**self._others.totals, **mine.totals}
+        phases = {
+            phase: {**self._others.phases.get(phase, {}), **mine.phases.get(phase, {})}
+            for phase in dict.fromkeys((*self._others.phases, *mine.phases))
+        }
+        elsewhere = max(self._samples_elsewhere, mine.samples * (self._ranks_here - 1))
+        return self.prior.then(replace(mine, totals=totals, phases=phases, samples=mine.samples + elsewhere))
+
+    def _mine(self) -> Account:
+        recorder = self.recorder
+        return Account(
+            recorder.totals,
+            recorder.by_phase,
+            recorder.phase_s,
+            recorder.samples,
+            recorder.steps - self._steps_before,
+            recorder.elapsed_s,
+        )
