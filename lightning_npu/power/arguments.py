@@ -11,15 +11,15 @@ from lightning_npu.power.base import ENTRY_POINT_GROUP, PowerSource
 from lightning_npu.power.calibration import Calibration, number
 
 
-def check_sources(sources: object) -> None:
-    """Refuse what is no "auto" and no list of sources and registered names.
+def check_sources(sources: object) -> Literal["auto"] | list[PowerSource | str]:
+    """What is to be measured.
 
     Raises:
-        InputError: it is neither.
+        InputError: it is neither "auto" nor a list of sources and registered names.
     """
     if sources == "auto":
-        return
-    if not isinstance(sources, list):
+        return "auto"
+    if not isinstance(sources, (list, tuple)):
         raise InputError(
             "Power sources cannot be told from that.",
             expected='"auto", or a list of sources and names',
@@ -43,6 +43,7 @@ def check_sources(sources: object) -> None:
                 remedy="make one, such as NvmlSource()"
                 + (": the class alone is not enough" * isinstance(source, type)),
             )
+    return list(sources)
 
 
 def check_calibration(calibration: object) -> dict[str, Calibration]:

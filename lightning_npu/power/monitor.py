@@ -60,8 +60,7 @@ class EnergyMonitor:
         calibration: Mapping[str, Mapping[str, float]] | None = None,
         process: bool | Literal["auto"] = "auto",
     ) -> None:
-        self._sources = sources if isinstance(sources, str) else list(sources)
-        check_sources(self._sources)
+        self._sources = check_sources(sources)
         self.interval_s = number("interval_s", interval_s)
         if not INTERVALS_S[0] <= self.interval_s <= INTERVALS_S[1]:
             raise InputError(

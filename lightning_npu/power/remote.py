@@ -31,7 +31,7 @@ CHUNK_BYTES = 1 << 16
 DRAIN_S = 1.0
 SILENCE_S = 10.0  # a helper says something every second; after this long without a word it hangs in a driver call
 LONG_LIFE_S = 60.0
-END_S = 2.0
+END_S = 1.0
 
 
 def why_not(source: PowerSource) -> str:
@@ -118,16 +118,14 @@ class Helper:
 
     def close(self) -> str:
         """Reap the process, killed if need be, and release the pipes; says how it ended."""
-        if self.process.poll() is None and not self._stdin.closed:
-            self.process.kill()
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        for patience_s in (0.5, END_S):  # one that has closed its pipe is about to end by itself
             try:
-                self.process.wait(END_S)
+                self.process.wait(patience_s)
+                break
             except subprocess.TimeoutExpired:
-                log.warning("Process %d hangs in a driver call and cannot be ended.", self.process.pid)
+                self.process.kill()
+        else:
+            log.warning("Process %d hangs in a driver call and cannot be ended.", self.process.pid)
         self._errors.seek(0)
         words = self._errors.read()[-2000:].decode(errors="replace").strip().splitlines()
         for file in (self._stdin, self._stdout, self._errors):
@@ -163,6 +161,12 @@ class ProcessReader(ThreadReader):
         """The helper's process id; None while there is none."""
         helper = self._helper
         return None if helper is None else helper.process.pid
+
+    @property
+    def helper_readings(self) -> int:
+        """How many readings have come from the present helper."""
+        helper = self._helper
+        return 0 if helper is None else helper.readings
 
     def run(self) -> None:
         """Keep a helper alive until stopped."""
