@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from results import NOTE, table
+from results import NOTE, table, why_no_energy
 from train import parse, run
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     print("\nFidelity of the INT8 encoder's outputs (L4: K1, V1, .., K4, V4), on images that did not calibrate it:")
     for name, figures in result["fidelity"].items():
         print(f"  {name:12} SQNR {figures['sqnr_db']:5.1f} dB   cosine {figures['cosine']:.5f}")
-    print(f"\n{table([result])}\n\n{NOTE}")
+    print(f"\n{table([result])}\n\n{NOTE}{why_no_energy([result])}")
     print(f"\nThe demo took {time.perf_counter() - began:.0f} s.")
 
 

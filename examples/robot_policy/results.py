@@ -48,6 +48,26 @@ def baseline_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> di
     return None
 
 
+def joules(energy: dict[str, Any] | None) -> str:
+    """Energy per sample with its uncertainty; what was not measured is never 0."""
+    if energy is None:
+        return "not metered"
+    if energy["per_sample_j"] is None:
+        return "no power sensor"
+    simulated = " simulated" if energy["total"]["simulated"] else ""
+    return f"{energy['per_sample_j']:.3g} +- {energy['per_sample_uncertainty_j']:.2g}{simulated}"
+
+
+def why_no_energy(results: Sequence[dict[str, Any]]) -> str:
+    """Which boards could not be metered, and why: a line each, or nothing."""
+    reasons = {
+        f"{name}: {reason}"
+        for result in results
+        for name, reason in (result.get("energy") or {}).get("no_power_sensor", {}).items()
+    }
+    return "".join(f"\nno power sensor, {reason}" for reason in sorted(reasons))
+
+
 def percent(value: float, signed: bool = False) -> str:
     """0.953 as "95.3"."""
     return f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
@@ -58,7 +78,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     rows = [
         (
             *("task", "demos", "steps", "seed", "encoder", "episodes", "success", "95 %", "difference to FP32"),
-            *("samples/s", "training s", "CPU s", "worst SQNR dB"),
+            *("samples/s", "training s", "CPU s", "J/sample", "worst SQNR dB"),
         )
     ]
     for result in results:
@@ -84,6 +104,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 f"{result['samples_per_s']:.0f}",
                 f"{result['training_s']:.0f}",
                 f"{result['training_cpu_s']:.0f}",
+                joules(result.get("energy")),
                 "" if worst is None else f"{worst:.1f}",
             )
         )

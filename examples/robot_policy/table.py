@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from results import NOTE, read_results, table
+from results import NOTE, read_results, table, why_no_energy
 
 
 def main() -> int:
@@ -19,7 +19,7 @@ def main() -> int:
         print(f"no runs below {args.cache / 'runs'}; run train.py first", file=sys.stderr)
         return 1
     print(table(results))
-    print(f"\n{NOTE}")
+    print(f"\n{NOTE}{why_no_energy(results)}")
     return 0
 
 

@@ -21,14 +21,14 @@ from typing import Any
 import lightning as L
 import lightning_npu as npu
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from cache import fingerprint, sha256_of, whole_file, write_json
 from data import Demonstrations, Recipe, normalise, state_statistics
 from evaluate import draw_rollout, evaluate
 from learner import BehaviourCloning
 from policy import VisualEncoder
-from results import NOTE, machine, read_results, table
+from results import NOTE, machine, read_results, table, why_no_energy
 from stage1 import STAGE1_FILE, load_encoder
 
 CUTS = {"L0": "stem", "L1": "layers.0", "L2": "layers.1", "L3": "layers.2", "L4": None}
@@ -56,6 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--recipe", choices=("faithful", "fast"), default="faithful", help="of the INT8 build (default: %(default)s)")
     add("--prefetch", type=depth, default="auto", help="batches to encode ahead, 0: none (default: %(default)s)")
     add("--balance", type=share, default="off", help="'auto' or a share: the rest is encoded in FP32 (default: off)")
+    add("--logger", choices=("csv", "tensorboard", "wandb"), default="csv", help="default: %(default)s")
     add("--seed", type=int, default=0, help="of the training (default: %(default)s)")
     add("--demos", type=int, default=200, help="environment seeds for demonstrations (default: %(default)s)")
     add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
@@ -112,21 +113,41 @@ def offload(model: BehaviourCloning, data: Demonstrations, args: argparse.Namesp
     return encoder.artifact
 
 
-def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Train the action expert and keep it; returns the time it took: by the clock, and of all threads together."""
+def make_logger(kind: str, folder: Path) -> Logger:
+    """Where curves go; WANDB_MODE=offline needs no account."""
+    if kind == "csv":
+        return CSVLogger(folder, name="logs")
+    if kind == "tensorboard":
+        return TensorBoardLogger(folder, name="logs")
+    return WandbLogger(project="robot-policy", name=folder.name, save_dir=folder)
+
+
+def energy_of(report: dict[str, Any]) -> dict[str, Any]:
+    """What the result keeps of the meter's report; None where no sensor could be read, and the reasons."""
+    return {
+        "per_sample_j": report["per_sample_j"],
+        "per_sample_uncertainty_j": report["per_sample_uncertainty_j"],
+        "total": report["total"],
+        "no_power_sensor": report["no_power_sensor"],
+    }
+
+
+def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train the action expert and keep it; returns what it took: time, time of all threads together, energy."""
     L.seed_everything(args.seed)  # from here on all conditions draw the same numbers
     torch.set_num_threads(args.threads)
     assert data.frames is not None
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # the encoder, on purpose
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch and Lightning's matter
     prefetch = npu.Prefetch(args.prefetch, balance=args.balance)  # the next batches are encoded while this one trains
+    meter = npu.EnergyMeter(prefetch=prefetch)  # joules of every board that this run uses
     trainer = L.Trainer(
         devices=1,
-        callbacks=[prefetch],
+        callbacks=[meter],
         max_steps=args.steps,
         max_epochs=math.ceil(args.steps / (len(data.frames) // args.batch_size)),
         gradient_clip_val=1.0,
-        logger=CSVLogger(folder, name="logs"),
+        logger=make_logger(args.logger, folder),
         log_every_n_steps=20,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -135,24 +156,26 @@ def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace,
     trainer.fit(model, datamodule=data)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     samples = args.steps * args.batch_size
-    timing = {"training_s": seconds, "training_cpu_s": cpu_seconds, "samples_per_s": samples / seconds}
+    timing: dict[str, Any] = {"training_s": seconds, "training_cpu_s": cpu_seconds, "samples_per_s": samples / seconds}
     if args.offload != "none":
         seen = prefetch.statistics
         timing |= {"hit_rate": seen.hit_rate, "wait_s": seen.wait_s, "share_offloaded": prefetch.balancer.share}
+    if meter.report is not None:
+        timing["energy"] = energy_of(meter.report)
     write_json(folder / TIMING, timing)
     with whole_file(folder / CHECKPOINT) as temporary:
         trainer.save_checkpoint(temporary, weights_only=True)
     return timing
 
 
-def restore(model: BehaviourCloning, folder: Path) -> dict[str, float] | None:
+def restore(model: BehaviourCloning, folder: Path) -> dict[str, Any] | None:
     """Load the policy that ``fit`` left in ``folder`` and return its timing; None where it is absent or damaged."""
     path = folder / CHECKPOINT
     if not path.exists():
         return None
     try:
         weights = torch.load(path, weights_only=True)["state_dict"]
-        timing: dict[str, float] = json.loads((folder / TIMING).read_text())
+        timing: dict[str, Any] = json.loads((folder / TIMING).read_text())
     except Exception as broken:  # whatever is wrong with a cache, the remedy is the same
         print(f"{path} is damaged ({broken}); training again")
         return None
@@ -222,7 +245,8 @@ def main() -> None:
     """Run one condition and print the table over all that the cache has."""
     args = parse()
     run(args)
-    print(f"\n{table(read_results(args.cache / 'runs'))}\n\n{NOTE}")
+    results = read_results(args.cache / "runs")
+    print(f"\n{table(results)}\n\n{NOTE}{why_no_energy(results)}")
 
 
 if __name__ == "__main__":
