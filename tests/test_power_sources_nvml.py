@@ -18,8 +18,9 @@ from stubs import Load, Part, Sensors, StubBoard, StubNvml, no_nvml_library
 
 from lightning_npu.errors import InputError, PowerUnavailableError
 from lightning_npu.power import Board, NvmlSource, nvml_boards, retry
+from lightning_npu.power.driver import Failure
 from lightning_npu.power.host import host_id
-from lightning_npu.power.nvml_library import NvmlFailure, library
+from lightning_npu.power.nvml_library import library
 
 CONSTANT = Load.constant(100.0)
 IDEAL = StubBoard(CONSTANT, "ideal", name="Stub H100")
@@ -428,7 +429,7 @@ def test_sources_share_the_library(stub_nvml: StubMaker, make: Maker) -> None:
     assert stub.calls["shutdown"] == 0
     other.close()
     assert stub.calls["shutdown"] == 1
-    with pytest.raises(NvmlFailure, match="closed"):
+    with pytest.raises(Failure, match="closed"):
         library.call("nvmlDeviceGetCount")
     assert one.read(one.boards()[0]).power_w == 100.0
     assert stub.calls["init"] == 2

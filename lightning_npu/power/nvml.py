@@ -7,15 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_npu.errors import InputError, PowerUnavailableError
 from lightning_npu.power.base import Board, PowerSource, Reading, SourceRecipe
+from lightning_npu.power.driver import Access, Failure
 from lightning_npu.power.host import host_id
 from lightning_npu.power.nvml_boards import all_gpus, counter_j, sensors
-from lightning_npu.power.nvml_library import LOST, NvmlFailure, library
-from lightning_npu.power.retry import Backoff
+from lightning_npu.power.nvml_library import LOST, library
 from lightning_npu.power.visible import VARIABLE, Gpu, find_by_uuid, visible_gpus
 
 if TYPE_CHECKING:
@@ -24,17 +24,14 @@ if TYPE_CHECKING:
 _user = itertools.count()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Entry:
-    """What is known about a board of this source in this process."""
+    """A board of a source, and how it is read."""
 
     uuid: str
     board: Board
-    power: Callable[[Any], float] | None
-    handle: Any = None
-    generation: int = -1
-    failing_since_s: float | None = None
-    backoff: Backoff = field(default_factory=Backoff)
+    power_w: Callable[[Any], float] | None
+    access: Access
 
 
 class NvmlSource(PowerSource):
@@ -98,28 +95,28 @@ class NvmlSource(PowerSource):
         """Counter and power as they are now; the time is that of the counter's call, where there is one."""
         try:
             entry = self._entry(board)
-            handle = self._handle(entry)
-        except NvmlFailure as failure:
+            handle = entry.access.handle()
+        except Failure as failure:
             return Reading(time.monotonic(), problem=f"board: {failure}", lost=failure.code in LOST)
         except PowerUnavailableError as error:  # the library cannot be opened in this process, or not again
             return Reading(time.monotonic(), problem=error.what)
         asked: list[tuple[str, Callable[[Any], float]]] = []
         if board.counter:
             asked.append(("energy counter", counter_j))
-        if power and entry.power is not None:
-            asked.append(("power", entry.power))
+        if power and entry.power_w is not None:
+            asked.append(("power", entry.power_w))
         values: dict[str, float] = {}
-        failures: dict[str, NvmlFailure] = {}
+        failures: dict[str, Failure] = {}
         times: list[float] = []
         for what, ask in asked:
             before = time.monotonic()
             try:
                 values[what] = ask(handle)
-            except NvmlFailure as failure:
+            except Failure as failure:
                 failures[what] = failure
             times.append((before + time.monotonic()) / 2)
         if asked:
-            _note(entry, failed=not values)
+            entry.access.note(failed=not values)
         return Reading(
             times[0] if times else time.monotonic(),
             values.get("power"),
@@ -145,39 +142,14 @@ class NvmlSource(PowerSource):
         assert self._entries is not None
         return self._entries[board.key]
 
-    def _handle(self, entry: _Entry) -> Any:
-        """The board's handle, looked up again where it was lost or is another process's."""
-        if entry.handle is not None and entry.generation == library.generation and entry.failing_since_s is None:
-            return entry.handle
-        with library.lock:
-            library.open(self._user)
-            failing_s = entry.failing_since_s
-            if failing_s is not None and entry.backoff.ready():
-                entry.backoff.failed()  # until a reading succeeds
-                entry.handle = None
-                if library.last_success_s < failing_s:  # nothing works, so it is not this board alone
-                    try:
-                        library.reopen(entry.generation)
-                    finally:
-                        entry.generation = library.generation
-            if entry.handle is None or entry.generation != library.generation:
-                entry.generation = library.generation
-                try:
-                    entry.handle = library.call("nvmlDeviceGetHandleByUUID", entry.uuid)
-                except NvmlFailure:
-                    entry.handle = None
-                    _note(entry, failed=True)
-                    raise
-            return entry.handle
-
     def _find(self) -> list[_Entry]:
         gpus, failures = all_gpus()
         chosen = self._choose(gpus)
         entries = []
         for gpu in chosen:
             try:
-                entries.append(_entry(gpu))
-            except NvmlFailure as failure:
+                entries.append(_entry(gpu, self._user))
+            except Failure as failure:
                 failures.append(f"{gpu.name} {gpu.uuid}: {failure}")
         if not entries:
             shown = f"{VARIABLE}={os.environ[VARIABLE]!r}" if VARIABLE in os.environ else f"{VARIABLE} is not set"
@@ -215,9 +187,9 @@ class NvmlSource(PowerSource):
         return list(chosen)
 
 
-def _entry(gpu: Gpu) -> _Entry:
-    handle = library.call("nvmlDeviceGetHandleByUUID", gpu.uuid)
-    found = sensors(handle)
+def _entry(gpu: Gpu, user: int) -> _Entry:
+    access = Access(library, user, lambda: library.call("nvmlDeviceGetHandleByUUID", gpu.uuid))
+    found = sensors(access.handle())
     board = Board(
         f"{host_id()}/{gpu.uuid}",
         "gpu",
@@ -227,18 +199,7 @@ def _entry(gpu: Gpu) -> _Entry:
         limit_w=found.limit_w,
         averaging_s=found.averaging_s,
     )
-    return _Entry(gpu.uuid, board, found.power_w, handle, library.generation)
-
-
-def _note(entry: _Entry, *, failed: bool) -> None:
-    """Remember since when a board cannot be read."""
-    if not failed:
-        library.last_success_s = time.monotonic()
-        if entry.failing_since_s is not None:
-            entry.failing_since_s = None
-            entry.backoff.succeeded()
-    elif entry.failing_since_s is None:
-        entry.failing_since_s = time.monotonic()
+    return _Entry(gpu.uuid, board, found.power_w, access)
 
 
 def _checked(device: Any) -> int | str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lightning_npu.power.nvml_library import ABSENT, NOT_SUPPORTED, NvmlFailure, library
+from lightning_npu.power.driver import Failure
+from lightning_npu.power.nvml_library import ABSENT, NOT_SUPPORTED, UNKNOWN, failure, library
 from lightning_npu.power.visible import Gpu, pci_address
 
 _AVERAGE, _INSTANT, _SCOPE_GPU = 185, 186, 0
@@ -35,7 +36,7 @@ def sensors(handle: Any) -> Sensors:
     """Ask a board for everything once.
 
     Raises:
-        NvmlFailure: it has neither a counter nor a power reading.
+        Failure: it has neither a counter nor a power reading.
     """
     counter = _has(counter_j, handle)
     for power_w in (_instant_w, _average_w, _usage_w):
@@ -45,7 +46,7 @@ def sensors(handle: Any) -> Sensors:
                 averaging_s = _usage_averaging_s(handle)
             return Sensors(counter, power_w, averaging_s, _limit_w(handle))
     if not counter:
-        raise NvmlFailure(NOT_SUPPORTED, "it has neither a power reading nor an energy counter")
+        raise failure(NOT_SUPPORTED, "it has neither a power reading nor an energy counter")
     return Sensors(counter, None, 0.0, _limit_w(handle))
 
 
@@ -53,7 +54,7 @@ def counter_j(handle: Any) -> float:
     """The energy counter, in joules since the driver was loaded."""
     value = library.call("nvmlDeviceGetTotalEnergyConsumption", handle)
     if value >= _UNKNOWN_MJ:
-        raise NvmlFailure(999, "the counter reads -1")
+        raise failure(UNKNOWN, "the counter reads -1")
     return float(value) * 1e-3
 
 
@@ -62,14 +63,14 @@ def all_gpus() -> tuple[list[Gpu], list[str]]:
     gpus, failures = [], []
     try:
         count = library.call("nvmlDeviceGetCount")
-    except NvmlFailure as failure:
-        return [], [str(failure)]
+    except Failure as error:
+        return [], [str(error)]
     for index in range(count):
         try:
             handle = library.call("nvmlDeviceGetHandleByIndex", index)
             uuid = library.call("nvmlDeviceGetUUID", handle)
-        except NvmlFailure as failure:
-            failures.append(f"board {index}: {failure}")
+        except Failure as error:
+            failures.append(f"board {index}: {error}")
             continue
         name = _or_none("nvmlDeviceGetName", handle) or "NVIDIA GPU"
         pci = _or_none("nvmlDeviceGetPciInfo", handle)
@@ -96,8 +97,8 @@ def _has(ask: Callable[[Any], float], handle: Any) -> bool:
     """Whether a board has something; what fails for a passing reason is there, but cannot be read now."""
     try:
         ask(handle)
-    except NvmlFailure as failure:
-        return failure.code not in ABSENT
+    except Failure as error:
+        return error.code not in ABSENT
     return True
 
 
@@ -117,13 +118,13 @@ def _field_w(handle: Any, number: int) -> float:
     """A power field of the whole GPU, not of its memory or of the module with its CPU."""
     (answer,) = library.call("nvmlDeviceGetFieldValues", handle, [(number, _SCOPE_GPU)])
     if answer.nvmlReturn != 0:
-        raise NvmlFailure(answer.nvmlReturn, library.error_text(answer.nvmlReturn))
+        raise library.failure_of(answer.nvmlReturn)
     return _watts(getattr(answer.value, _MEMBERS.get(answer.valueType, "uiVal")))
 
 
 def _watts(milliwatts: float) -> float:
     if not 0 <= milliwatts < _UNKNOWN_MW:
-        raise NvmlFailure(999, "power reads -1")
+        raise failure(UNKNOWN, "power reads -1")
     return float(milliwatts) * 1e-3
 
 
@@ -148,5 +149,5 @@ def _limit_w(handle: Any) -> float | None:
 def _or_none(name: str, *args: Any) -> Any:
     try:
         return library.call(name, *args)
-    except NvmlFailure:
+    except Failure:
         return None
