@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -276,7 +277,7 @@ def trapezoid_j(readings: Sequence[Reading], t0_s: float, t1_s: float) -> float:
         return pa + (pb - pa) * (time_s - ta) / (tb - ta)
 
     line = [(t0_s, at(t0_s)), *inner, (t1_s, at(t1_s))]
-    return sum(0.5 * (pa + pb) * (tb - ta) for (ta, pa), (tb, pb) in zip(line, line[1:], strict=False))
+    return sum(0.5 * (pa + pb) * (tb - ta) for (ta, pa), (tb, pb) in itertools.pairwise(line))
 
 
 def mean_j(readings: Sequence[Reading], t0_s: float, t1_s: float) -> float:
@@ -379,7 +380,7 @@ def table(
 
 
 def show(cells: dict[tuple[str, float], Cell]) -> str:
-    head = f"{'model':8} {'window':>6} {'n':>5} {'mean err':>9} {'raw':>8} {'trapez.':>8} {'mean':>8} {'within':>8} {'ratio':>6}"
+    head = "model    window     n  mean err      raw  trapez.     mean   within  ratio"
     lines = [head]
     for (name, length), cell in cells.items():
         has_raw = "raw" in cell.results[0].peers_j

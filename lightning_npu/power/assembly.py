@@ -53,7 +53,9 @@ class Assembly:
         self._level_j: float | None = None  # the curve's energy at the counter's last step
         self._counted_j = 0.0  # all that the counter has said
         self._integrated_j = 0.0  # all that power has said
-        self._error = CounterError(board.averaging_s)
+        self._error = CounterError()
+        self._fresh_w = math.nan  # power of the reading that is being taken
+        self._silent_s = 0.0  # how long before it nothing was heard
         self._begin_s = math.nan
         self._last_s = -math.inf
 
@@ -79,17 +81,19 @@ class Assembly:
             self._begin_s = now_s
         power, refused = plausible_power(self._board, reading.power_w)
         if refused:
-            self.log.moment(f"degraded: {refused}", now_s, now_s)
+            self.log.moment("power", f"degraded: {refused}", now_s, now_s)
+        self._fresh_w = math.nan if power is None else max(0.0, (power - self._offset_w) / self._scale)
         value = plausible_counter(reading.energy_j)
         if reading.lost or (power is None and value is None):
             self._nothing(reading)
             return
         if now_s - self.heard_s > self.longest_gap_s and self.series is not None and not self.log.holds("lost"):
-            self.log.moment(f"degraded: no reading for {now_s - self.heard_s:.1f} s", self.heard_s, now_s)
+            self.log.moment("silence", f"degraded: no reading for {now_s - self.heard_s:.1f} s", self.heard_s, now_s)
         self.log.end("lost", now_s)
+        self._silent_s = now_s - self.heard_s
         self.heard_s = now_s
         if power is not None:
-            self._take_power(now_s, max(0.0, (power - self._offset_w) / self._scale))
+            self._take_power(now_s, self._fresh_w)
         if value is not None:
             self.counter_heard_s = now_s
             self._take_counter(now_s, value)
@@ -146,7 +150,7 @@ class Assembly:
             return
         step = self.counter.add(now_s, value_j)
         if isinstance(step, Rejected):
-            self.log.moment(f"degraded: {step.why}; the reading was rejected", now_s, now_s)
+            self.log.moment("jump", f"degraded: {step.why}; the reading was rejected", now_s, now_s)
         elif isinstance(step, Broken):
             self._reopen(now_s, value_j, step.why)
         elif isinstance(step, Step):
@@ -154,7 +158,7 @@ class Assembly:
 
     def _reopen(self, now_s: float, value_j: float, why: str) -> None:
         since_s = self.series.last_s if self.series is not None else now_s
-        self.log.moment(f"degraded: {why}; bridged by integrated power", since_s, now_s)
+        self.log.moment("reset", f"degraded: {why}; bridged by integrated power", since_s, now_s)
         if not self._by_power:
             self._bridge(now_s)
         self._level_j = None
@@ -169,22 +173,27 @@ class Assembly:
         energy = max(0.0, (step.energy_j - self._offset_w * max(seconds, 0.0)) / self._scale)
         self._counted_j += energy
         if self._by_power:
-            self._thaw(step, now_s)
+            if step.energy_j > 0:
+                self._thaw(step, now_s)
             return
         slope = self._slope(step, energy, seconds)
-        self._error.step(slope, self.power_w)
+        # an average over more than the interval says nothing about its end
+        reading = self._fresh_w if self._board.averaging_s <= (step.period_s or 0.0) else math.nan
+        self._error.step(slope, None if math.isnan(reading) else reading)
         if self._level_j is None:
             target_j, knot_j2 = self._first_level(series, step, energy)
         else:
-            target_j, knot_j2 = self._level_j + energy, (slope * step.half_s) ** 2 / 3.0
+            target_j, knot_j2 = self._level_j + energy, (slope * step.half_s) ** 2 / 6.0
         self._level_j = target_j
         if seconds <= 0:
             return
-        step_w2 = self._error.step_w2(slope, self.integral.step_w2)
-        if seconds > self.longest_gap_s:
-            step_w2 = max(step_w2, self.integral.spread_w**2)
+        step_w2 = self._error.step_w2(slope)
+        silent_s = self._silent_s if self._silent_s > self.longest_gap_s else 0.0
+        if silent_s > 0:  # the counter has bridged a gap: its sum is right, but what happened when is not known
+            step_w2 = max(step_w2, self.integral.spread_w**2, slope**2)
         # an edge on a counter that is read as it is lags by the power at that moment, not by a mean over the last poll
         edge_w = slope if self.power_w is None else max(slope, self.power_w)
+        in_sequence = step.resolved and not step.first and seconds < 1.5 * (step.period_s or seconds)
         series.append(
             Span(
                 step.time_s,
@@ -193,7 +202,10 @@ class Assembly:
                 step_w2=step_w2,
                 knot_j2=knot_j2,
                 age_j=0.0 if step.resolved else edge_w * (step.period_s or self._poll_s),
+                gap_s=silent_s,
                 counted=True,
+                update=in_sequence,
+                end_w=reading,
             )
         )
         if self.first_w is None:

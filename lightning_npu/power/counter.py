@@ -75,7 +75,9 @@ class CounterTrack:
     @property
     def period_s(self) -> float | None:
         """Update period as seen."""
-        return self._clock.period_s if self.resolved and self._clock.period_s is not None else self._rate.period_s
+        rough, fine = self._rate.period_s, self._clock.period_s
+        # the clock counts updates, and is right unless several went by unseen
+        return fine if rough is not None and fine is not None and abs(fine - rough) < 0.2 * rough else rough
 
     @property
     def resolved(self) -> bool:
@@ -110,10 +112,14 @@ class CounterTrack:
         self._rate.add(time_s - self._read_s, energy > 0)
         low, self._read_s = self._read_s, time_s
         if energy <= 0:
-            if self.resolved or self._first:
-                return None
+            still_s = 2.0 * (self.period_s or self._poll_s)
+            if self.resolved or self._first or time_s - self.moved_s > still_s:
+                return None  # nothing to lay a knot for: an update may come, or the counter is frozen
             return Step(time_s, 0.0, 0.0, self.period_s, resolved=False, first=False)
-        moment, half = self._clock.add(low, time_s)
+        moment, half = time_s, 0.0
+        known = self._clock.period_s
+        if known is None or time_s - low < known or self.resolved:
+            moment, half = self._clock.add(low, time_s)
         first, self._first = self._first, False
         self._since_s, self._value_j, self.moved_s = low, value_j, time_s
         if self.resolved:

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from lightning_npu.power.series import Span
+from lightning_npu.power.ticks import GaugePeriod
 from lightning_npu.power.uncertainty import Variogram
 
 _HISTORY = 512  # readings from which the spread of the power is known
 _MIN_SPREAD = 0.05  # share of the power that an unseen change may have, where none was seen
-
-
-class UpdatePeriod:
-    """Update period of a gauge, from the shortest times between changes of its value.
-
-    Equal readings say nothing: the load may be constant. Two changes lie at least one period apart, so that the
-    shortest of many spans between changes is the period, as far as the readings resolve it.
-    """
-
-    def __init__(self, poll_s: float) -> None:
-        self.period_s: float | None = None
-        self._poll_s = poll_s
-        self._gaps: deque[tuple[float, float]] = deque(maxlen=128)  # shortest, longest time between two changes
-        self._last: tuple[float, float] | None = None
-
-    def change(self, low_s: float, high_s: float) -> None:
-        """The value changed after ``low_s`` and not after ``high_s``."""
-        if self._last is not None:
-            self._gaps.append((low_s - self._last[1], high_s - self._last[0]))
-            self._measure()
-        self._last = (low_s, high_s)
-
-    def _measure(self) -> None:
-        if len(self._gaps) < 6:
-            return
-        most = min(longest for _, longest in self._gaps)
-        single = [(low, high) for low, high in self._gaps if low < most and high < 2.0 * most]
-        sharp = [(low, high) for low, high in single if high - low <= 0.3 * most]
-        if not sharp and most < 2.5 * self._poll_s:
-            return  # every reading may be an update of its own
-        usable = sharp or single
-        if len(usable) >= 3:
-            self.period_s = sum(0.5 * (low + high) for low, high in usable) / len(usable)
 
 
 class PowerIntegral:
@@ -54,7 +23,7 @@ class PowerIntegral:
     """
 
     def __init__(self, poll_s: float, averaging_s: float, longest_gap_s: float) -> None:
-        self.updates = UpdatePeriod(poll_s)
+        self.updates = GaugePeriod()
         self.time_s: float | None = None  # the moment to which the last reading belongs
         self.power_w = 0.0
         self._poll_s, self._averaging_s, self._longest_gap_s = poll_s, averaging_s, longest_gap_s
@@ -66,7 +35,13 @@ class PowerIntegral:
     @property
     def lag_s(self) -> float:
         """How long before it is read a value was true, on average."""
-        return 0.5 * (self._averaging_s + (self.updates.period_s or 0.0))
+        period = self.updates.period_s or min(self.updates.bound_s or 0.0, GaugePeriod.USUAL_S)
+        return 0.5 * (self._averaging_s + period)
+
+    @property
+    def period_s(self) -> float:
+        """Update period as known, else the longest that it may be; 0 before any was seen."""
+        return self.updates.period_s or self.updates.bound_s or 0.0
 
     @property
     def step_w2(self) -> float:
@@ -83,7 +58,7 @@ class PowerIntegral:
     def add(self, time_s: float, power_w: float) -> Span | None:
         """Take a reading; return the span from the one before, None for the first."""
         if self.time_s is not None and power_w != self.power_w:
-            self.updates.change(self._read_s, time_s)
+            self.updates.change(self._read_s, time_s, power_w)
         self._recent.append(power_w)
         belongs_s = time_s - self.lag_s
         if self.time_s is None:
@@ -107,7 +82,7 @@ class PowerIntegral:
             self._spaced_s = belongs_s
             gap_j = self.spread_w * seconds
             return Span(belongs_s, energy, gap_s=seconds, gap_j=gap_j)
-        period = max(self.updates.period_s or 0.0, 0.0)
+        period = self.period_s
         if belongs_s - self._spaced_s >= 0.8 * period:
             self._variogram.add(power_w)
             self._spaced_s = belongs_s
@@ -169,9 +144,16 @@ class PowerTail:
         )
 
     def after(self, begin_s: float) -> list[Span]:
-        """The spans from ``begin_s`` on, the first cut there, stretched to it where they begin later."""
-        cut = [_cut(a, span, begin_s, span.time_s) for a, span in self._spans]
-        return [part for part in cut if part is not None]
+        """The spans from ``begin_s`` on: the first is cut there, or reaches back to it where it begins later."""
+        cut = [(max(a, begin_s), _cut(a, span, begin_s, span.time_s)) for a, span in self._spans]
+        parts = [(a, part) for a, part in cut if part is not None]
+        if not parts:
+            return []
+        (first_s, first), rest = parts[0], [part for _, part in parts[1:]]
+        if first_s > begin_s:
+            longer = (first.time_s - begin_s) / (first.time_s - first_s)
+            first = replace(first, energy_j=first.energy_j * longer, variance_j2=first.variance_j2 * longer**2)
+        return [first, *rest]
 
 
 def _cut(span_begin_s: float, span: Span, begin_s: float, end_s: float) -> Span | None:

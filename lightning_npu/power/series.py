@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lightning_npu.power.cells import EDGE, cell_shape
 
 PAST_KNOTS = 2048  # knots kept of what lies before the moment that is forgotten
 MOST_KNOTS = 1 << 17  # beyond that the older half is thinned unasked
@@ -25,6 +28,8 @@ class Span:
         gap_s: how much of it was bridged without a reading.
         gap_j: what that may have cost.
         counted: whether an energy counter vouches for it, or integrated power.
+        update: whether it lies between two updates of a counter in sequence, so that its neighbours tell its shape.
+        end_w: the power at its end, where an instantaneous reading came with it; else NaN.
     """
 
     time_s: float
@@ -36,6 +41,8 @@ class Span:
     gap_s: float = 0.0
     gap_j: float = 0.0
     counted: bool = False
+    update: bool = False
+    end_w: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Point:
     age_j: float
     cell: int
     fraction: float
+    final: bool
 
 
 class Series:
@@ -63,6 +71,7 @@ class Series:
         self._energy, self._variance = array("d", (0.0,)), array("d", (0.0,))
         self._gap_s, self._gap_j, self._counted = array("d", (0.0,)), array("d", (0.0,)), array("d", (0.0,))
         self._step, self._knot, self._age = array("d", (0.0,)), array("d", (0.0,)), array("d", (0.0,))
+        self._update, self._end_w = array("b", (0,)), array("d", (math.nan,))
 
     def __len__(self) -> int:
         return len(self._time)
@@ -99,6 +108,8 @@ class Series:
         self._step.append(span.step_w2)
         self._knot.append(span.knot_j2)
         self._age.append(span.age_j)
+        self._update.append(span.update)
+        self._end_w.append(span.end_w)
         if len(self._time) > MOST_KNOTS:
             self.thin(self._time[MOST_KNOTS // 2])
 
@@ -113,27 +124,46 @@ class Series:
         def between(values: array[float]) -> float:
             return values[right] - (1.0 - x) * (values[right] - values[left]) if right > left else values[right]
 
-        within = self._step[right] * length**2 * (x * (1.0 - x)) ** 2 / 3.0
+        shape = cell_shape(self, right)
+        within = shape.edge_j2(x) if shape else self._step[right] * length**2 * (x * (1.0 - x)) ** 2 / EDGE
         knots = (1.0 - x) ** 2 * self._knot[left] + x**2 * self._knot[right]
-        # an error within a cell grows with the share of the cell, its variance with the square
-        cell_variance = self._variance[right] - self._variance[left]
         return Point(
-            energy_j=between(self._energy),
+            energy_j=between(self._energy) + (shape.bend_j(x) if shape else 0.0),
             variance_j2=between(self._variance),
             gap_s=between(self._gap_s),
             gap_j=between(self._gap_j),
             counted_s=between(self._counted),
-            edge_j2=within + knots - cell_variance * x * (1.0 - x),
-            age_j=between(self._age),
+            edge_j2=within + knots,
+            # the power of that moment may be that of the cell before, its own or the one after
+            age_j=max(self._age[left : right + 2]),
             cell=right,
             fraction=x,
+            final=shape.final if shape else self._age[right] == 0 or right + 1 < len(self._time),
         )
 
     def within_cell(self, cell: int, share: float) -> float:
         """Variance of a span that covers ``share`` of one cell's time and nothing else, in J^2."""
+        shape = cell_shape(self, cell)
         length = self._time[cell] - self._time[cell - 1] if cell > 0 else 0.0
+        step_w2 = max(shape.step_w2, shape.fast_w2) if shape else self._step[cell]
         own = self._variance[cell] - self._variance[cell - 1] if cell > 0 else 0.0
-        return self._step[cell] * length**2 * (share * (1.0 - share)) ** 2 / 3.0 + own * share**2
+        return step_w2 * length**2 * (share * (1.0 - share)) ** 2 / EDGE + own * share**2
+
+    def sequence(self, cell: int) -> bool:
+        """Whether a cell lies between two updates of a counter in sequence."""
+        return 0 < cell < len(self._time) and bool(self._update[cell])
+
+    def length_s(self, cell: int) -> float:
+        """Length of a cell."""
+        return self._time[cell] - self._time[cell - 1]
+
+    def step_w2(self, cell: int) -> float:
+        """Mean square of the steps of power to expect within a cell."""
+        return self._step[cell]
+
+    def end_w(self, cell: int) -> float:
+        """Power reading at the end of a cell; NaN: none."""
+        return self._end_w[cell]
 
     def slope_w(self, cell: int) -> float:
         """Mean power over a cell."""
@@ -147,7 +177,7 @@ class Series:
         if end <= PAST_KNOTS:
             return
         wanted = {0, *range(end, len(self._time))}
-        # bins of equal time, counted from the start: what was thinned once is thinned to the same grid again
+        # bins of equal time, of which the first knot stays
         width = 2.0 * (self._time[end] - self._time[0]) / PAST_KNOTS
         last_bin = -1
         for index in range(end):
@@ -162,10 +192,12 @@ class Series:
         step = array(
             "d", (max(self._step[a + 1 : b + 1], default=0.0) for a, b in zip([-1, *kept], kept, strict=False))
         )
-        for name in ("_time", *self._CUMULATIVE, "_knot", "_age"):
+        # a cell that was merged no longer lies between two updates
+        update = array("b", (self._update[b] and a == b - 1 for a, b in zip([-1, *kept], kept, strict=False)))
+        for name in ("_time", *self._CUMULATIVE, "_knot", "_age", "_end_w"):
             values = getattr(self, name)
-            setattr(self, name, array("d", (values[index] for index in kept)))
-        self._step = step
+            setattr(self, name, array(values.typecode, (values[index] for index in kept)))
+        self._step, self._update = step, update
 
     def bins(self, limit: int) -> list[tuple[float, float]]:
         """Middle and mean power of at most ``limit`` spans that cover the whole curve."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-_HISTORY = 64  # updates over which the period is measured
+_HISTORY = 256  # updates over which the period is measured
 _MIN_UPDATES = 6  # updates before a period is believed
+_SURE = 8  # changes that a new measurement of a period takes
+_FADE = 0.995
 _PAIRS = 512  # pairs of readings that say how fast a counter moves
 
 
@@ -58,25 +60,22 @@ class TickClock:
         self._count += steps
         slack = steps * self._period_error() + self._jitter_s
         low, high = self._low + steps * period - slack, self._high + steps * period + slack
-        if low <= high_s and high >= low_s:
-            self._low, self._high = max(low, low_s), min(high, high_s)
-            self._jitter_s *= 0.99
-            return
-        miss = low - high_s if low > high_s else low_s - high
-        self._jitter_s = min(max(self._jitter_s, 0.5 * miss) + 0.25 * miss, 0.5 * period)
-        reach = 2.0 * (miss + slack)
-        if miss > 0.25 * period:
-            self._low, self._high = low_s, high_s
-        elif low > high_s:
-            self._low, self._high = max(low_s, high_s - reach), high_s
-        else:
-            self._low, self._high = low_s, min(high_s, low_s + reach)
+        predicted = middle + steps * period
+        miss = max(low - high_s, low_s - high, 0.0)
+        # an irregular update shows as a miss; what was missed by is remembered for some hundred updates
+        self._jitter_s = min(max(_FADE * self._jitter_s, miss), 0.5 * period)
+        low, high = max(low, low_s), min(high, high_s)
+        if low > high:  # the nearest end of the bracket
+            low = high = high_s if predicted > high_s else low_s
+        least = slack + self._jitter_s
+        middle = 0.5 * (low + high)
+        self._low, self._high = max(min(low, middle - least), low_s), min(max(high, middle + least), high_s)
 
     def _period_error(self) -> float:
         if len(self._history) < 2:
             return 0.0
         (first, _, half_first), (last, _, half_last) = self._history[0], self._history[-1]
-        return 0.5 * (half_first + half_last) / max(1, last - first) + 1e-6
+        return (half_first + half_last) / max(1, last - first) + 1e-6
 
     def _measure_period(self) -> None:
         if len(self._history) < _MIN_UPDATES:
@@ -106,16 +105,73 @@ class ChangeRate:
 
     @property
     def period_s(self) -> float | None:
-        """The period in seconds; None where no two equal readings, or no change at all, was seen."""
+        """The period in seconds; None where equal readings or changes were never seen."""
         if self._stale > 0 and (self._stale >= 32 or len(self._pairs) < 128):
             self._stale = 0
-            self._period_s = self._measure()
+            # polls that have become too slow to tell updates do not unmake what faster ones have told
+            self._period_s = self._measure() or self._period_s
         return self._period_s
 
     def _measure(self) -> float | None:
         longest = max((gap for gap, changed in self._pairs if not changed), default=0.0)
+        if longest <= 0.0:
+            return None
         usable = [(gap, changed) for gap, changed in self._pairs if gap <= longest]
         changes = sum(1 for _, changed in usable if changed)
-        if changes < 2:
+        if changes < (2 if self._period_s is None else _SURE):
             return None
         return max(longest, sum(gap for gap, _ in usable) / changes)
+
+
+class GaugePeriod:
+    """Update period of a gauge, whose equal readings may mean that it was not updated or that the load is constant.
+
+    Two changes lie at least one period apart, so that the shortest span between changes bounds the period. It is
+    believed to be the period where the readings around it were close enough to have seen a shorter one.
+
+    Attributes:
+        period_s: the period where it is known; None otherwise.
+        bound_s: no period is longer; None before two changes were seen.
+    """
+
+    USUAL_S = 0.1  # what gauges refresh at where nothing else is known
+    _BELIEVED_S = (
+        0.15  # longer ones are believed of noisy readings only: a slow load changes as rarely as a slow sensor
+    )
+    _LIVELY = 0.7  # share of new values among changes from which on readings count as noisy
+
+    def __init__(self) -> None:
+        self.period_s: float | None = None
+        self.bound_s: float | None = None
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=128)  # least and most time between two changes
+        self._last: tuple[float, float] | None = None
+        self._values: deque[float] = deque(maxlen=16)
+        self._lively = 0.0
+
+    def change(self, low_s: float, high_s: float, value: float) -> None:
+        """The reading changed to ``value`` after ``low_s`` and not after ``high_s``."""
+        self._lively += (float(value not in self._values) - self._lively) / 16.0
+        self._values.append(value)
+        if self._last is not None:
+            self._gaps.append((low_s - self._last[1], high_s - self._last[0]))
+            self._measure()
+        self._last = (low_s, high_s)
+
+    def _measure(self) -> None:
+        most = min(longest for _, longest in self._gaps)
+        self.bound_s = most if self.bound_s is None else min(self.bound_s, most)
+        sharp = [(low, high) for low, high in self._gaps if high - low <= 0.6 * high and high < 1.5 * most]
+        if len(sharp) < 3:
+            return
+        guess = sum(0.5 * (low + high) for low, high in sharp) / len(sharp)
+        if self.bound_s < 0.9 * guess:
+            return
+        if guess <= self._BELIEVED_S or self._lively >= self._LIVELY or self._on_grid(guess):
+            self.period_s = guess
+
+    def _on_grid(self, period_s: float) -> bool:
+        """Whether all spans are multiples of a period, and not all the same: loads are not like that."""
+        fine = [0.5 * (low + high) for low, high in self._gaps if high - low <= 0.3 * period_s]
+        multiples = [round(gap / period_s) for gap in fine]
+        fits = sum(1 for gap, n in zip(fine, multiples, strict=True) if abs(gap - n * period_s) < 0.1 * period_s)
+        return len(fine) >= 8 and fits >= 0.95 * len(fine) and sum(1 for n in multiples if n > 1) >= 0.2 * len(fine)

@@ -10,6 +10,7 @@ from lightning_npu.power.base import Board
 
 LIMIT_MARGIN = 1.2  # boards overshoot their limit for milliseconds, sensors never by more
 NO_LIMIT_W = 10_000.0  # no single board draws more; a reading beyond is a glitch
+REPEAT_S = 10.0  # the same trouble again within that time is no new event
 _KEEP = 256  # state changes kept
 
 OK = "ok"
@@ -75,6 +76,7 @@ class StateLog:
         self.events: deque[tuple[float, str]] = deque(maxlen=_KEEP)
         self._marks: deque[_Mark] = deque(maxlen=_KEEP)
         self._open: dict[str, _Mark] = {}
+        self._moments: dict[str, _Mark] = {}
         self._last = OK
 
     @property
@@ -98,9 +100,15 @@ class StateLog:
             mark.end_s = now_s
             self._changed(now_s)
 
-    def moment(self, text: str, begin_s: float, end_s: float) -> None:
-        """Something that is already over: it colours windows that hold it, and is an event."""
-        self._marks.append(_Mark(begin_s, end_s, text))
+    def moment(self, name: str, text: str, begin_s: float, end_s: float) -> None:
+        """Something that is already over: windows that hold it are coloured by it. Repeats are one event."""
+        last = self._moments.get(name)
+        if last is not None and begin_s - last.end_s < REPEAT_S:
+            last.end_s = end_s
+            return
+        mark = _Mark(begin_s, end_s, text)
+        self._moments[name] = mark
+        self._marks.append(mark)
         self.events.append((end_s, text))
 
     def holds(self, name: str) -> bool:

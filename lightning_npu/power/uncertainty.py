@@ -4,14 +4,23 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
 
 * **Between power readings** (no counter, or a counter that only adds up its own power readings): a sensor with period
   u shows one moment of each u. Let D1 and D2 be the mean squares of the difference between readings one and two periods
-  apart, over the last readings. A load that changes more slowly than u has D2 = 2 D1, one that changes faster has
+  apart, over the last 24 or so. A load that changes more slowly than u has D2 = 2 D1, one that changes faster has
   D2 = D1; hence a slow part L = D2 - D1 and a fast part N = D1 - D2 / 2, neither below 0. A step at an unknown place
-  in a period costs L u^2 / 12, an unseen mean N u^2: V = sum over periods of u^2 (L / 12 + N).
-* **Edges between counter updates**: linear interpolation at the fraction x of an update's interval, with a step of
-  mean square D1 (of the interval's mean powers) at an unknown place: V = D1 u^2 x^2 (1 - x)^2 / 3 per edge.
-* **The moment of an update**, known to +-h: V = (P h)^2 / 3.
-* **Edges on a counter too fast to interpolate**, taken as they are: the counter is behind by an age uniform in 0..u, so
-  an edge is off by P u / 2 on average, with the variance P^2 u^2 / 12; averages of the two edges partly cancel.
+  in a period costs L u^2 / 12 (8 is used: steps come in bursts), an unseen mean N u^2:
+  V = sum over periods of u^2 (L / 8 + N).
+* **Edges between counter updates**: at the fraction x of an interval of length u, V = J^2 u^2 x^2 (1 - x)^2 / 4.5 for a
+  step J of power at an unknown place in it. J is what the power readings at both ends of the interval, or else the mean
+  powers of its neighbours, leave open (see ``cells``): next to nothing in the middle of a plateau, half of the step
+  where its place was computed. Loads faster than the updates show in neither; their swing is taken as up to 0.9 of the
+  power unless readings agree with the means, or clear and rare steps were seen (``CounterError.step_w2``), and
+  2 x (1 - x) limited to 0.2 stands for x (1 - x).
+* **The moment of an update**, known to +-h: V = (P h)^2 / 6 (it is rarely near the ends).
+* **Edges on a counter too fast to interpolate**, taken as they are: the counter is behind by an age uniform in 0..u. With
+  the powers P and Q at the two edges, V = (P^2 + Q^2) u^2 / 18 + (P - Q)^2 u^2 / 6, two thirds of the variance, as the
+  error is bounded by P u.
+
+What no reading shows cannot be bounded: a load whose period is a multiple or a fraction of the sensor's looks constant
+to a sensor that sees moments only. That holds for part-time counters and for gauges, not for counters that see all.
 """
 
 from __future__ import annotations
@@ -19,7 +28,15 @@ from __future__ import annotations
 import math
 
 WIDTH = 2.7  # standard deviations that hold 99 % and a little more
-HIDDEN = 0.5  # power may swing unseen between two updates by this share of itself
+HIDDEN = 0.9  # power may swing between two updates by this share of itself without a trace in their means,
+HIDDEN_SLOW = 0.05  # by this where the load was seen to change slowly,
+HIDDEN_READ = 0.03  # and by this where instantaneous readings agree with the means
+CLEAR = 0.15  # changes of that share, root of mean square, are clear steps
+OUTSIDE = 0.03  # means outside of the readings around them by more than this share hide a pulse
+ROUGH = 0.015  # means of neighbours that differ by less than this share are equal
+FAST = 8.0  # how much more than the means of neighbours the power of a fast load may change
+PULSES = 0.06  # share of intervals with pulses in them from which on a load is a fast one
+SWING = 1.5  # steps beyond this share of the mean power are not expected
 PART_TIME = 0.1  # slopes that differ from the power readings by less than this share of their changes are those
 _MEMORY = 1.0 / 24.0  # weight of the newest reading in the running mean squares
 
@@ -57,10 +74,19 @@ class Variogram:
 
     @property
     def unseen_w2(self) -> float:
-        """Variance of a period's true mean about the trapezoid between its readings, in W^2: L / 12 + N."""
+        """Variance of a period's true mean about the trapezoid between its readings, in W^2: L / 8 + N."""
+        return (self._d1 - 2.0 * self.fast_w2) / 8.0 + self.fast_w2
+
+    @property
+    def smooth(self) -> float:
+        """From 0 to 1: how much differences grow like those of a straight line, twice as far four times as large."""
+        return min(max((self._d2 / self._d1 - 3.0) / 0.8, 0.0), 1.0) if self._d1 > 0 else 0.0
+
+    @property
+    def fast_w2(self) -> float:
+        """The part N of it that changes faster than readings come, in W^2."""
         slow = min(max(self._d2 - self._d1, 0.0), self._d1)
-        fast = max(self._d1 - slow, 0.0) / 2.0
-        return slow / 12.0 + fast
+        return 0.5 * (self._d1 - slow)
 
 
 def half_width(variance_j2: float) -> float:
@@ -69,26 +95,36 @@ def half_width(variance_j2: float) -> float:
 
 
 class CounterError:
-    """What the knots of a counter may be off, from its slopes and the power readings beside it.
+    """What the knots of a counter may be off, from its slopes and the power readings beside it."""
 
-    Args:
-        averaging_s: averaging time of the power readings; 0: instantaneous or unknown.
-    """
-
-    def __init__(self, averaging_s: float) -> None:
-        self._averaging_s = averaging_s
+    def __init__(self) -> None:
         self._slopes = Variogram()
-        self._difference_w = 0.0
-        self._change_w = 0.0
-        self._slope: float | None = None
+        self._difference_w = 0.0  # running mean of |slope - reading|
+        self._change_w = 0.0  # running mean of |change of slope|
+        self._rough = 0.0  # running share of intervals that differ from both neighbours
+        self._pulses = 0.0  # running share of slopes that lie outside of the readings at their ends
+        self._slope_w: float | None = None
+        self._rise_w = 0.0
+        self._reading_w: float | None = None
+        self._by_readings = False
 
-    def step(self, slope_w: float, power_w: float | None) -> None:
-        """Take the mean power between two updates, and the power reading that came with the later one."""
+    def step(self, slope_w: float, reading_w: float | None) -> None:
+        """Take the mean power between two updates, and the instantaneous reading that came with the later one."""
         self._slopes.add(slope_w)
-        if self._slope is not None and power_w is not None:
-            self._difference_w += _MEMORY * (abs(slope_w - power_w) - self._difference_w)
-            self._change_w += _MEMORY * (abs(slope_w - self._slope) - self._change_w)
-        self._slope = slope_w
+        if self._slope_w is not None:
+            rise = abs(slope_w - self._slope_w)
+            least = ROUGH * max(slope_w, self._slope_w)
+            self._rough += _MEMORY * (float(rise > least and self._rise_w > least) - self._rough)
+            self._rise_w = rise
+            if reading_w is not None:
+                self._difference_w += _MEMORY * (abs(slope_w - reading_w) - self._difference_w)
+                self._change_w += _MEMORY * (rise - self._change_w)
+        self._by_readings = reading_w is not None and self._reading_w is not None
+        if reading_w is not None and self._reading_w is not None:
+            low, high = min(reading_w, self._reading_w), max(reading_w, self._reading_w)
+            outside = max(low - slope_w, slope_w - high, 0.0)
+            self._pulses += 0.25 * _MEMORY * (float(outside > OUTSIDE * slope_w) - self._pulses)
+        self._slope_w, self._reading_w = slope_w, reading_w
 
     @property
     def part_time(self) -> bool:
@@ -99,6 +135,15 @@ class CounterError:
         """Variance of the energy between two updates."""
         return self._slopes.unseen_w2 * seconds**2 if self.part_time else 0.0
 
-    def step_w2(self, slope_w: float, readings_w2: float) -> float:
-        """Mean square of the steps of power to expect between two updates."""
-        return max(self._slopes.step_w2, readings_w2, (HIDDEN * slope_w) ** 2)
+    def step_w2(self, slope_w: float) -> float:
+        """Square of the steps of power that may hide between two updates, whatever the neighbours show."""
+        if self._by_readings:
+            share = min(self._pulses / PULSES, 1.0)
+            return ((HIDDEN_READ + (HIDDEN - HIDDEN_READ) * share) * slope_w) ** 2
+        visible = self._slopes.step_w2
+        # a load of clean steps hides little; one that looks constant, or never rests, may be a fast one
+        calm = min(max((0.5 - self._rough) / 0.35, 0.0), 1.0) * min(visible / ((CLEAR * slope_w) ** 2 + 1e-12), 1.0)
+        floor_w2 = ((HIDDEN - (HIDDEN - HIDDEN_SLOW) * calm) * slope_w) ** 2
+        # means that change from each to the next may be those of a load faster than them, unless they do so smoothly
+        fast = min(max((self._rough - 0.25) / 0.4, 0.0), 1.0) * (1.0 - self._slopes.smooth)
+        return max(floor_w2, fast * min(FAST**2 * visible, (SWING * slope_w) ** 2))

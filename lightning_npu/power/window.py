@@ -72,7 +72,7 @@ def _edge(curve: Assembly, series: Series, time_s: float) -> _Edge:
         return _Edge(_before(curve, series, point, time_s), settled=curve.first_w is not None)
     if time_s > series.last_s:
         return _Edge(_after(curve, series, point, time_s), settled=False)
-    return _Edge(point, settled=True)
+    return _Edge(point, settled=point.final)
 
 
 def _before(curve: Assembly, series: Series, point: Point, time_s: float) -> Point:
@@ -106,12 +106,12 @@ def _after(curve: Assembly, series: Series, point: Point, time_s: float) -> Poin
 
 
 def _variance(curve: Assembly, series: Series, begin: Point, end: Point, duration: float) -> float:
-    ages = (begin.age_j**2 + end.age_j**2) / 12.0 + (end.age_j - begin.age_j) ** 2 / 4.0
+    ages = (begin.age_j**2 + end.age_j**2) / 18.0 + (end.age_j - begin.age_j) ** 2 / 6.0
     if begin.cell == end.cell and end.fraction > begin.fraction and end.energy_j <= series.last_j:
         return series.within_cell(end.cell, end.fraction - begin.fraction) + ages
     own = max(0.0, end.variance_j2 - begin.variance_j2)
-    period = curve.integral.updates.period_s
-    if period is not None and duration < period:
+    period = curve.integral.period_s
+    if duration < period:
         own *= duration / period  # the error is one and the same all along
     return max(0.0, own + begin.edge_j2 + end.edge_j2) + ages
 
