@@ -44,9 +44,11 @@ class NvmlLibrary(DriverLibrary):
             raise failure(FUNCTION_NOT_FOUND, f"this pynvml has no {name}")
         try:
             value = function(*args)
+            return value.decode() if isinstance(value, bytes) else value
         except pynvml.NVMLError as error:
             raise _of(error) from error
-        return value.decode() if isinstance(value, bytes) else value
+        except Exception as error:  # text that is no UTF-8, and whatever else the binding lets pass
+            raise failure(UNKNOWN, repr(error)) from error
 
     def failure_of(self, code: int) -> Failure:
         """A status code that came otherwise than by a failing call."""
