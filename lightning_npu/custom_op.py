@@ -27,8 +27,7 @@ def register(module: NPUFrozenModule) -> int:
 def encode(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> list[Tensor]:
     """Encode a batch with the module of this number; graph compilers see its shapes only."""
     module = _modules[handle]
-    outputs = module._finish(module._obtain(tensors), tensors[0].device, dtype)
-    return [output if output.is_contiguous() else output.contiguous() for output in outputs]
+    return [output if output.is_contiguous() else output.contiguous() for output in module.encode(tensors, dtype)]
 
 
 @encode.register_fake

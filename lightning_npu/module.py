@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_npu import checkpoint, custom_op
 from lightning_npu.artifact import Artifact
-from lightning_npu.errors import InputError
+from lightning_npu.errors import DeviceError, InputError
+from lightning_npu.failover import Failover, Failure, check_policy, flat_outputs
 from lightning_npu.frozen import FrozenModule
 from lightning_npu.remeasure import open_measured
 from lightning_npu.runtimes.base import Runtime, check_choice
@@ -42,14 +43,18 @@ class NPUFrozenModule(FrozenModule):
         device_index: which device, where the runtime has several.
         tail: what follows in torch where the original module was cut; called with the artifact's outputs. It is
             frozen, stays in eval mode, moves with ``.to`` and is not saved in checkpoints.
-        reference: the FP32 head in torch, for ``Prefetch(balance=...)``; frozen and not saved, like the tail.
+        reference: the FP32 head in torch, for ``Prefetch(balance=...)`` and ``on_failure``; frozen and not saved, like
+            the tail.
+        on_failure: "raise", or "reference": when the device fails, the reference takes over from that very batch on,
+            in FP32, on the device where it lies, until :meth:`close`; see :attr:`failure`. A device that cannot be
+            opened at all is an error either way.
         timeout_s: the longest that one call to the device may take; after it the device counts as hung.
         runtime_options: further options of the runtime, such as ``{"threads": 2}`` for "onnx".
 
     Raises:
         ArtifactError: the artifact is missing, damaged or from a newer version.
         RuntimeUnavailableError: there is no such runtime, or it is for other artifacts.
-        InputError: the runtime has no such options.
+        InputError: the runtime has no such options, or there is no reference for ``on_failure``.
     """
 
     _ahead: Ahead | None
@@ -62,17 +67,19 @@ class NPUFrozenModule(FrozenModule):
         device_index: int | None = None,
         tail: nn.Module | None = None,
         reference: nn.Module | None = None,
+        on_failure: str = "raise",
         timeout_s: float = TIMEOUT_S,
         runtime_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        check_policy(on_failure, reference)
         loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
         self.artifact: Artifact | None = loaded
         options = dict(runtime_options or {})
         check_choice(loaded, runtime, device_index, options)
         self._choice = (runtime, device_index, timeout_s, options)
         self._fingerprint, self._inputs, self._outputs = loaded.fingerprint, loaded.inputs, loaded.outputs
-        self._install(loaded.signature, loaded.structure, tail, reference)
+        self._install(loaded.signature, loaded.structure, tail, reference, on_failure)
         self._connect(_worker(loaded, *self._choice))
 
     @classmethod
@@ -82,6 +89,7 @@ class NPUFrozenModule(FrozenModule):
         *,
         tail: nn.Module | None = None,
         reference: nn.Module | None = None,
+        on_failure: str = "raise",
         timeout_s: float = TIMEOUT_S,
     ) -> NPUFrozenModule:
         """Wrap an open runtime that has no artifact on disk, such as a simulated or a user-made one.
@@ -89,12 +97,13 @@ class NPUFrozenModule(FrozenModule):
         The module takes the runtime's inputs as the runtime's ``signature`` says, or positionally, and returns what
         its ``structure`` says, or its one output or a tuple of its outputs.
         """
+        check_policy(on_failure, reference)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.artifact = None
         module._choice = (runtime.name, None, timeout_s, {})
         module._fingerprint = runtime.fingerprint
-        module._install(CallSignature([]), Leaf(0), tail, reference)
+        module._install(CallSignature([]), Leaf(0), tail, reference, on_failure)
         module._take(runtime)
         module._connect(Worker(lambda: runtime, timeout_s=timeout_s))
         return module
@@ -125,11 +134,30 @@ class NPUFrozenModule(FrozenModule):
             self._hold_frozen()
         if torch.compiler.is_compiling():
             outputs = custom_op.encode(tensors, self._handle, dtype)
+        elif self.failure is not None:
+            return self._by_reference(tensors, self._place(tensors), dtype)
         elif self._ahead is not None and self._ahead.encodes_here(self, tensors):
             return self._encode_here(args, kwargs, self._place(tensors), dtype)
         else:
-            outputs = self._finish(self._obtain(tensors), self._place(tensors), dtype)
+            place = self._place(tensors)
+            try:
+                outputs = self._finish(self._obtain(tensors), place, dtype)
+            except DeviceError as error:
+                if not self._fails_over(error):
+                    raise
+                return self._by_reference(tensors, place, dtype)
         return self._assemble(outputs, tensors)
+
+    def encode(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Encode one batch by its flat inputs; flat outputs on the device of the first input."""
+        place = tensors[0].device
+        if self.failure is None:
+            try:
+                return self._finish(self._obtain(tensors), place, dtype)
+            except DeviceError as error:
+                if not self._fails_over(error):
+                    raise
+        return flat_outputs(self._structure, self._reference_value(tensors, place, dtype), len(self._outputs))
 
     def submit(self, *args: Any, **kwargs: Any) -> FeatureFuture:
         """Start encoding one batch and return at once; ``.result()`` gives what a call would have returned.
@@ -138,7 +166,8 @@ class NPUFrozenModule(FrozenModule):
         """
         tensors = self._accept(args, kwargs)
         dtype = _output_dtype(tensors[0].device, self._dtype)
-        return FeatureFuture(self, self.request(tensors), tensors, dtype)
+        pending = None if self.failure is not None else self.request(tensors)
+        return FeatureFuture(self, pending, tensors, dtype)
 
     def _accept(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         if not self._inputs:  # a runtime that learns from its first call
@@ -195,17 +224,18 @@ class NPUFrozenModule(FrozenModule):
     @property
     def slots(self) -> int:
         """Batches that the device runs at once; opens it."""
-        return self._worker.runtime.slots
+        return 1 if self.failure is not None else self._worker.runtime.slots
 
     @property
     def host_threads(self) -> int:
         """Threads of this machine's processor that the device keeps busy; opens it."""
-        return self._worker.runtime.host_threads
+        return 0 if self.failure is not None else self._worker.runtime.host_threads
 
     @property
     def power_sources(self) -> Sequence[PowerSource]:
         """Sensors of the boards that the device is; opens it."""
-        return self._worker.runtime.power_sources()
+        runtime = self._worker.runtime if self.failure is None else self._worker.current
+        return () if runtime is None else runtime.power_sources()
 
     def remaining_s(self, pending: Pending) -> float:
         """About how long until a requested batch is ready, by the mean time of the batches before it."""
@@ -261,6 +291,25 @@ class NPUFrozenModule(FrozenModule):
         value = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
         return value if self.tail is None else self._follow_up(value)
 
+    # ---- when the device fails
+
+    @property
+    def failure(self) -> Failure | None:
+        """How the device failed, where ``on_failure="reference"`` took over; None: it did not."""
+        return self._failover.failure
+
+    def _fails_over(self, error: DeviceError) -> bool:
+        runtime = self._worker.current
+        return self._failover.take_over(error, "the device" if runtime is None else runtime.device)
+
+    def _by_reference(self, tensors: Sequence[Tensor], place: torch.device, dtype: torch.dtype) -> Any:
+        value = self._reference_value(tensors, place, dtype)
+        return value if self.tail is None else self._follow_up(value)
+
+    def _reference_value(self, tensors: Sequence[Tensor], place: torch.device, dtype: torch.dtype) -> Any:
+        assert self.reference is not None
+        return self._failover.run(self.reference, self._signature, tensors, place=place, dtype=dtype)
+
     def _assemble(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         value = self._structure.build([*outputs, *tensors])
         return value if self.tail is None else self._follow_up(value)
@@ -269,7 +318,11 @@ class NPUFrozenModule(FrozenModule):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters: ``calls``, ``samples``, ``run_s`` (the device was busy), ``wait_s`` (waited for it), ``copies``."""
+        """Counters by name.
+
+        ``calls``, ``samples``, ``run_s`` (the device was busy), ``wait_s`` (waited for it), ``copies``, and
+        ``reference_calls``, computed by the reference after the device had failed.
+        """
         counters = self._worker.counters
         return {
             "calls": counters.batches,
@@ -277,11 +330,15 @@ class NPUFrozenModule(FrozenModule):
             "run_s": counters.busy_s,
             "wait_s": self._wait_s,
             "copies": dict(self._exchange.copies),
+            "reference_calls": self._failover.calls,
         }
 
     def describe(self) -> dict[str, Any]:
         """What runs where, as primitives: artifact, precision, recipe, fidelity, runtime, device. Opens the device."""
-        facts: dict[str, Any] = {"fingerprint": self.fingerprint, **self._worker.runtime.describe()}
+        runtime = self._worker.runtime if self.failure is None else self._worker.current
+        facts: dict[str, Any] = {"fingerprint": self.fingerprint, **({} if runtime is None else runtime.describe())}
+        if self.failure is not None:
+            facts["failure"] = {**self.failure.to_json(), "reference_calls": self._failover.calls}
         if self.artifact is not None:
             facts |= {
                 "artifact": str(self.artifact.path),
@@ -306,6 +363,7 @@ class NPUFrozenModule(FrozenModule):
     def close(self) -> None:
         """Release the device; the next call opens it again. Copies of this module share the device."""
         self._worker.close()
+        self._failover.failure = None
 
     # ---- copies and processes
 
@@ -351,8 +409,14 @@ class NPUFrozenModule(FrozenModule):
     # ---- putting it together
 
     def _install(
-        self, signature: CallSignature, structure: Node, tail: nn.Module | None, reference: nn.Module | None
+        self,
+        signature: CallSignature,
+        structure: Node,
+        tail: nn.Module | None,
+        reference: nn.Module | None,
+        on_failure: str,
     ) -> None:
+        self._failover = Failover(on_failure)
         self._signature, self._structure = signature, structure
         self._freeze(tail, reference)
         self._exchange = Exchange()
@@ -368,13 +432,13 @@ class FeatureFuture:
     """A batch that is being encoded."""
 
     def __init__(
-        self, module: NPUFrozenModule, pending: Pending, tensors: Sequence[Tensor], dtype: torch.dtype
+        self, module: NPUFrozenModule, pending: Pending | None, tensors: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
         self._module, self._pending, self._tensors, self._dtype = module, pending, tensors, dtype
 
     def done(self) -> bool:
         """Whether :meth:`result` would not wait."""
-        return self._pending.done()
+        return self._pending is None or self._pending.done()
 
     def result(self) -> Any:
         """What the call would have returned; waits for it. Asked twice, it gives the same tensors.
@@ -382,8 +446,14 @@ class FeatureFuture:
         Raises:
             DeviceError: the device failed.
         """
-        outputs = self._module._finish(self._pending, self._tensors[0].device, self._dtype)
-        return self._module._assemble(outputs, self._tensors)
+        module, place = self._module, self._tensors[0].device
+        if self._pending is not None:
+            try:
+                return module._assemble(module._finish(self._pending, place, self._dtype), self._tensors)
+            except DeviceError as error:
+                if not module._fails_over(error):
+                    raise
+        return module._by_reference(self._tensors, place, self._dtype)
 
 
 def _worker(

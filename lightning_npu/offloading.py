@@ -19,6 +19,7 @@ from lightning_npu.compile.pipeline import CALIBRATION_SAMPLES, HOLDOUT_SAMPLES,
 from lightning_npu.compile.reuse import require_same
 from lightning_npu.compile.split import split_module
 from lightning_npu.errors import ArtifactError, InputError
+from lightning_npu.failover import POLICIES
 from lightning_npu.hashing import digest, state_sha256, tensor_sha256
 from lightning_npu.module import NPUFrozenModule
 from lightning_npu.runtimes.base import runtime_class
@@ -44,6 +45,7 @@ def offload(
     run: Callable[[nn.Module, Any], Any] | None = None,
     device_index: int | None = None,
     keep_reference: bool = False,
+    on_failure: str = "raise",
     **options: Any,
 ) -> NPUFrozenModule:
     """Compile a frozen submodule and swap it in place; the model's own code does not change.
@@ -75,6 +77,7 @@ def offload(
         run: ``run(model, batch)`` for models that are neither called with a batch nor have a ``training_step``.
         device_index: which device, where the runtime has several.
         keep_reference: keep the FP32 head in torch beside the artifact, frozen, for ``Prefetch(balance=...)``.
+        on_failure: "raise", or "reference": keep the FP32 head too, and let it take over when the device fails.
         **options: further options of :func:`compile_module`: ``recipe``, ``batch_size``, ``min_sqnr_db``, ...; and
             ``allow_residual`` of :func:`split_module`.
 
@@ -90,6 +93,8 @@ def offload(
     original = find_submodule(model, submodule)
     if isinstance(original, NPUFrozenModule):
         return original
+    if on_failure not in POLICIES:
+        raise InputError("on_failure is wrong.", expected=f"one of {POLICIES}", got=repr(on_failure))
     checked = {name: value for name, value in options.items() if name in _CHECKED}
     check_options(target=target, precision=precision, **checked)
     if runtime != "auto":
@@ -119,7 +124,12 @@ def offload(
     else:
         require_same(artifact, head, calls[0], min_sqnr_db=options.get("min_sqnr_db", MIN_SQNR_DB))
     frozen = NPUFrozenModule(
-        artifact, runtime=runtime, device_index=device_index, tail=tail, reference=head if keep_reference else None
+        artifact,
+        runtime=runtime,
+        device_index=device_index,
+        tail=tail,
+        reference=head if keep_reference or on_failure == "reference" else None,
+        on_failure=on_failure,
     )
     parameter = next(original.parameters(), None)
     if parameter is not None:

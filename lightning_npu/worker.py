@@ -51,6 +51,12 @@ class Worker:
         return self._ready().runtime
 
     @property
+    def current(self) -> Runtime | None:
+        """The runtime as it was opened last in this process, whether it works or not; opens nothing."""
+        engine = self._engine
+        return None if engine is None or self._pid != os.getpid() else engine.runtime
+
+    @property
     def is_open(self) -> bool:
         """Whether the runtime is open in this process."""
         return self._engine is not None and self._pid == os.getpid()

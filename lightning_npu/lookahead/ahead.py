@@ -169,6 +169,8 @@ class Ahead:
         batch.open = False
         label = f"batch {batch.index} of the loader (counted from 0)"
         for name, module in self.modules.items():
+            if module.failure is not None:
+                continue  # its reference encodes on the spot
             if name in self.inputs and module.knows_inputs:
                 made = module.request_made(functools.partial(self.inputs[name], batch.value), label)
                 batch.requests.append(Request(module, None, made))

@@ -105,7 +105,7 @@ class SimulatedRuntime(Runtime):
             return tensor.detach().to("cpu", kind if tensor.is_floating_point() else tensor.dtype)
 
         example, kwexample = tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
-        with undisturbed(self._module):
+        with undisturbed(self._module), torch.autocast("cpu", enabled=False):
             flat = FlatModule(self._module, example, kwexample).eval()
             self.inputs, self.outputs = tensor_specs(flat)
         self.signature, self.structure, self._flat = flat.signature, flat.structure, flat
