@@ -82,7 +82,7 @@ class Clock:
     def __init__(self, batch_s: float, slots: int) -> None:
         self.batch_s, self.slots, self.now = batch_s, slots, 0.0
         self.free_at = [0.0] * slots
-        self.reference, self.knows_inputs = make_encoder(), True
+        self.reference, self.knows_inputs, self.failure = make_encoder(), True, None
 
     def attach(self, ahead: Any) -> None: ...
 
