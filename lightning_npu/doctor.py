@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lightning_npu.power import registry
 from lightning_npu.runtimes.base import available
 from lightning_npu.runtimes.cpu import available_cores, exact_u8s8, instruction_set
 
@@ -16,7 +17,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: "machine", "runtime" or "package".
+        kind: "machine", "runtime", "power" or "package".
         name: what was looked at.
         ok: whether it can be used.
         text: what was found; where it is not usable, the reason and the remedy.
@@ -38,11 +39,15 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at the processor, the GPU, every registered runtime, and the packages that the main job needs."""
+    """Look at the processor, the GPU, every registered runtime and power sensor, and the packages that are needed."""
     findings = [_cpu(), _guarded("gpu", _gpu)]
     findings += [
         Finding("runtime", f"runtime {name}", answer.startswith("ok"), answer.removeprefix("ok: "))
         for name, answer in available().items()
+    ]
+    findings += [
+        Finding("power", f"power sensors {name}", answer.startswith("ok"), answer.removeprefix("ok: "))
+        for name, answer in registry.available().items()
     ]
     findings += [_package(name, use) for name, use in _PACKAGES.items()]
     return findings

@@ -26,6 +26,13 @@ class NPUError(Exception):
         super().__init__("\n  ".join(parts))
         self.what, self.expected, self.got, self.remedy = what, expected, got, remedy
 
+    @property
+    def one_line(self) -> str:
+        """What happened, what came, and the remedy, for lists in which other errors stand."""
+        got = f" ({self.got})" if self.got is not None else ""
+        remedy = f": {self.remedy}" if self.remedy is not None else ""
+        return " ".join(f"{self.what.rstrip('.')}{got}{remedy}".split())
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep keyword arguments over pickling, so that the error survives a process boundary."""
         return _rebuild, (type(self), self.what, self.expected, self.got, self.remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from conftest import make_images
+from stubs import StubBoard, StubNvml
 
 import lightning_npu as npu
 from lightning_npu.cli import main
@@ -40,9 +41,17 @@ def test_doctor_finds_the_embedded_default() -> None:
 
 def test_doctor_gives_a_remedy_for_all_that_is_missing() -> None:
     findings = json.loads(run("doctor", "--json").output)
-    assert {"machine", "runtime", "package"} <= {finding["kind"] for finding in findings}
+    assert {"machine", "runtime", "power", "package"} <= {finding["kind"] for finding in findings}
     assert all(finding["text"] for finding in findings)
     assert len(findings) == len(examine())
+
+
+def test_doctor_lists_power_sensors(stub_nvml: Callable[..., StubNvml], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    stub_nvml([StubBoard(name="Stub H100")])
+    lines = run("doctor").output.splitlines()
+    assert any(re.match(r"\[ok\]  power sensors nvml +Stub H100 \(counter and power\)$", line) for line in lines)
+    assert any(re.match(r"\[..\]  power sensors rapl ", line) for line in lines)
 
 
 def test_doctor_without_any_runtime_fails(monkeypatch: pytest.MonkeyPatch) -> None:

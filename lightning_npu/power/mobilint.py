@@ -79,7 +79,7 @@ class MobilintSource(PowerSource):
         try:
             return "ok: " + ", ".join(f"{board.name} {board.index} (power only)" for board in source.boards())
         except PowerUnavailableError as error:
-            return " ".join(str(error).split())
+            return error.one_line
         finally:
             source.close()
 

@@ -71,7 +71,7 @@ class NvmlSource(PowerSource):
                 f"{board.name} ({'counter and power' if board.counter else 'power only'})" for board in source.boards()
             )
         except PowerUnavailableError as error:
-            return " ".join(str(error).split())
+            return error.one_line
         finally:
             source.close()
 

@@ -62,7 +62,7 @@ class RaplSource(PowerSource):
         try:
             boards = cls().boards()
         except PowerUnavailableError as error:
-            return " ".join(str(error).split())
+            return error.one_line
         return f"ok: {', '.join(board.name for board in boards)}"
 
     def boards(self) -> tuple[Board, ...]:

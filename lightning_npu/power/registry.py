@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from lightning_npu.errors import PowerUnavailableError
+from lightning_npu.errors import NPUError, PowerUnavailableError
 from lightning_npu.power.base import ENTRY_POINT_GROUP, PowerSource
 
 
@@ -78,5 +78,6 @@ def auto_sources() -> tuple[list[PowerSource], dict[str, str]]:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, PowerUnavailableError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, NPUError):
+        return error.one_line
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
