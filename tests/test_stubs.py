@@ -56,7 +56,7 @@ def test_counter_steps_once_per_period_and_counts_exactly(stub_nvml):
 
 
 def test_updates_jitter_around_a_clock_of_their_own(stub_nvml):
-    stub = stub_nvml([StubBoard(Load.constant(100.0), Sensors(counter=Part(0.1, jitter=0.1, clock=0.02)))])
+    stub = stub_nvml([StubBoard(Load.constant(100.0), Sensors(counter=Part(0.1, jitter=0.1)))])
     t0 = time.monotonic()
     values = [stub.c.stub_counter_j(0, t0 + i * 1e-3) for i in range(20_000)]
     steps = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
@@ -69,7 +69,8 @@ def test_updates_jitter_around_a_clock_of_their_own(stub_nvml):
 
 def test_part_time_counter_misses_what_happens_between(stub_nvml):
     load = Load("square", 50, 180, 0.1)  # in step with the counter, which sees the same quarter of every period
-    sensors = Sensors(counter=Part(0.1, 0.025, jitter=0.0, clock=0.0))
+    part = Part(0.1, 0.025, jitter=0.0, clock=0.0)
+    sensors = Sensors(part, part)
     stub = stub_nvml([StubBoard(Load.constant(90.0), sensors), *(StubBoard(load, sensors) for _ in range(12))])
     t0 = time.monotonic()
 
@@ -80,6 +81,8 @@ def test_part_time_counter_misses_what_happens_between(stub_nvml):
     seen = [counted_w(board) for board in range(1, 13)]
     assert all(49.0 < power_w < 181.0 for power_w in seen)
     assert max(abs(power_w - 115.0) for power_w in seen) > 30.0
+    for board, power_w in enumerate(seen, 1):
+        assert stub.c.stub_power_w(board, t0) == pytest.approx(power_w, abs=0.2)
 
 
 def test_averaging_sensor_lags(stub_nvml):

@@ -37,13 +37,13 @@ class Part:
         period_s: a new value comes every so many seconds.
         window_s: it is a mean over so many seconds before; 0: of that moment.
         jitter: values come early or late by up to this share of the period.
-        clock: its clock runs fast or slow by up to this share. Without these two a load whose period fits the sensor's
-            would be seen in one phase for ever, by every meter there can be; real clocks are never in step.
+        clock: its clock runs fast or slow by a quarter of this share to all of it. Without that a load whose period
+            fits the sensor's would be seen in one phase for ever, by every meter there can be.
     """
 
     period_s: float = 0.1
     window_s: float = 0.0
-    jitter: float = 0.1
+    jitter: float = 0.02
     clock: float = 0.02
 
 
@@ -53,7 +53,8 @@ class Sensors:
 
     Attributes:
         power: ``nvmlDeviceGetPowerUsage`` or ``mbltmlGetTotalPower``.
-        counter: the energy counter; ``window_s`` > 0: it adds up the power of only that part of each period.
+        counter: the energy counter; ``window_s`` > 0: it does not see all of the time but adds up the power readings,
+            each for the time since the one before.
         instant: field value 186.
         average: field value 185.
         noise_w: standard deviation of power readings, watts.

@@ -306,6 +306,9 @@ def _fill(struct: BoardStruct, board: StubBoard, index: int, start: float) -> No
     for name in ("power", "instant", "average", "counter"):
         part: Part | None = getattr(sensed, name)
         setattr(struct, name, _sensor(part, start, chance))
+    if sensed.counter and sensed.counter.window_s and sensed.power:
+        struct.counter = struct.power  # it is renewed with what it adds up
+        struct.counter.window_s = sensed.counter.window_s
     struct.noise_w, struct.seed = sensed.noise_w, board.seed * 1000 + index + 1
     struct.gain, struct.offset_w, struct.counter_gain = board.gain, board.offset_w, board.counter_gain
     struct.epoch_s, struct.counter_start_j, struct.limit_w = start, board.counter_start_j, board.limit_w
@@ -314,5 +317,5 @@ def _fill(struct: BoardStruct, board: StubBoard, index: int, start: float) -> No
 def _sensor(part: Part | None, start: float, chance: random.Random) -> SensorStruct:
     if part is None:
         return SensorStruct(0.0, 0.0, start, 0.0, 0)
-    period_s = part.period_s * (1 + part.clock * chance.uniform(-1, 1))
+    period_s = part.period_s * (1 + part.clock * chance.choice((-1, 1)) * chance.uniform(0.25, 1))
     return SensorStruct(period_s, part.window_s, start + chance.random() * period_s, part.jitter, 1)
