@@ -91,7 +91,7 @@ class Artifact:
         return str(self.manifest["precision"])
 
     def file(self, role: str) -> Path:
-        """The path of the file with this role: "model", "reference", "probe".
+        """The path of the file with this role: "model", "reference", "probe", "mxq".
 
         Raises:
             ArtifactError: there is none.
@@ -213,6 +213,24 @@ def _check_parts(artifact: Artifact) -> None:
             expected=[spec.name for spec in artifact.outputs],
             got=unknown[:20],
         )
+    _check_mobilint(artifact)
+
+
+def _check_mobilint(artifact: Artifact) -> None:
+    """What is said of the MXQ is said of a listed file, and of as many tensors as there are."""
+    section = artifact.manifest.get("mobilint")
+    if section is None:
+        return
+    listed = artifact.manifest["files"].get("mxq", {}).get("path")
+    if section["file"] != listed:
+        raise ArtifactError("The MXQ is not among the listed files.", expected=listed, got=section["file"])
+    for title, specs in (("inputs", artifact.inputs), ("outputs", artifact.outputs)):
+        if len(section[title]) != len(specs):
+            raise ArtifactError(
+                f"The MXQ has another number of {title} than the artifact.",
+                expected=len(specs),
+                got=len(section[title]),
+            )
 
 
 def _require_unique(title: str, names: Sequence[str]) -> None:

@@ -139,7 +139,9 @@ def store(folder: Path, manifest: Mapping[str, Any]) -> None:
 def fingerprint(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of what the artifact computes."""
     keys = ("target", "precision", "inputs", "outputs", "signature", "structure")
-    files = {role: manifest["files"][role]["sha256"] for role in ("model", "reference")}
+    files = {
+        role: manifest["files"][role]["sha256"] for role in ("model", "reference", "mxq") if role in manifest["files"]
+    }
     return sha256_json({**{key: manifest[key] for key in keys}, "files": files})
 
 
