@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 FLUSH_S = 60.0
 """How often ``energy.json`` is written while a run goes on, in seconds, beside the ends of epochs."""
 
-CALIBRATION_STEPS = 5
-"""Steps per epoch in which training and accelerator are timed each by itself."""
+CALIBRATION_STEPS, FIRST_CALIBRATION, CALIBRATE_EVERY = 5, 20, 1000
+"""Steps in which training and accelerator are timed each by itself: how many, from which step on, and how often."""
 
 
 class EnergyMeter(pl.Callback):
@@ -260,13 +260,13 @@ class EnergyMeter(pl.Callback):
         """Begin a window."""
         if self._run is not None:
             self._run.begin_epoch()
-            if self._ahead is not None:
-                self._ahead.calibrate(CALIBRATION_STEPS)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """The batch is there; the step begins."""
         if self._run is None:
             return
+        if self._ahead is not None and self._run.recorder.batches % CALIBRATE_EVERY == FIRST_CALIBRATION:
+            self._ahead.calibrate(CALIBRATION_STEPS)
         alone = self._ahead is not None and self._ahead.calibrating
         if self.sync == "step" or alone:
             _synchronise(trainer)
