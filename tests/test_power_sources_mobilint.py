@@ -161,7 +161,7 @@ def test_unavailable_is_missing_not_zero(stub_mbltml: StubMaker, make: Maker, fo
     for _ in range(3):
         reading = source.read(board)
         assert (reading.power_w, reading.lost) == (None, False)
-        assert reading.problem == f"power: it reads {value:g}, which stands for unavailable (mbltml 0)"
+        assert reading.problem == f"power: it reads {value:g}, which stands for unavailable"
     assert stub.calls["init"] == inits
     stub.clear(0)
     stub.fault(0, "power_value", 0.0)

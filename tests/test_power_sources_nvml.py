@@ -343,6 +343,55 @@ def test_the_driver_is_reloaded(stub_nvml: StubMaker, make: Maker, clock: Clock)
     assert reading.energy_j < before  # it counts from 0 again, and the source says what the counter says
 
 
+def test_nobody_waits_for_a_broken_board(stub_nvml: StubMaker, make: Maker) -> None:
+    """The training loop reads too, and NVML may take seconds to start."""
+    stub = stub_nvml([IDEAL, IDEAL])
+    source = make()
+    first, second = source.boards()
+    stub.fault(0, "lost", LOST)
+    assert source.read(first).lost
+    held, release = threading.Event(), threading.Event()
+
+    def mend() -> None:
+        with library.lock:
+            held.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=mend)
+    thread.start()
+    held.wait(30)
+    try:
+        assert source.read(first).problem == "board: being looked for by another thread"
+        assert source.read(second).power_w == 100.0
+    finally:
+        release.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("fault", "value"), [("counter_freeze", 0.0), ("counter_add", 1e6), ("counter_wrap", 1000.0), ("power_value", 9e5)]
+)
+def test_what_the_sensor_says_is_passed_on(stub_nvml: StubMaker, make: Maker, fault: str, value: float) -> None:
+    """Freezes, spikes and steps back are for the curve to judge, which sees them in time."""
+    stub = stub_nvml([IDEAL])
+    source = make()
+    (board,) = source.boards()
+    before = source.read(board).energy_j
+    stub.fault(0, fault, value)
+    first, second = source.read(board), source.read(board)
+    assert first.problem == second.problem == ""
+    assert before is not None
+    assert first.energy_j is not None
+    if fault == "power_value":
+        assert first.power_w == pytest.approx(value)
+    elif fault == "counter_freeze":
+        assert first.energy_j == second.energy_j
+    elif fault == "counter_add":
+        assert first.energy_j > before + value
+    else:
+        assert first.energy_j < value < before
+
+
 def test_attempts_grow_rare(clock: Clock) -> None:
     backoff, tried = retry.Backoff(), []
     for tick in range(1000):

@@ -18,7 +18,7 @@ class Failure(Exception):
     """A call of a vendor's library failed.
 
     Attributes:
-        code: the library's status code.
+        code: the library's status code; below 0: it did not come from there.
         text: what it says.
         library: its name.
     """
@@ -28,7 +28,8 @@ class Failure(Exception):
         self.code, self.text, self.library = code, text, library
 
     def __str__(self) -> str:
-        return f"{self.text.rstrip('.').lower()} ({self.library} {self.code})"
+        text = self.text.rstrip(".").lower()
+        return f"{text} ({self.library} {self.code})" if self.code >= 0 else text
 
 
 class DriverLibrary(ABC):
@@ -142,25 +143,34 @@ class Access:
         library = self._library
         if self._handle is not None and self._generation == library.generation and self._failing_since_s is None:
             return self._handle
-        with library.lock:
-            library.open(self._user)
-            if self._failing_since_s is not None and self._backoff.ready():
-                self._backoff.failed()  # until a reading succeeds
-                self._handle = None
-                if library.last_success_s < self._failing_since_s:  # it is not this board alone
-                    try:
-                        library.reopen(self._generation)
-                    finally:
-                        self._generation = library.generation
-            if self._handle is None or self._generation != library.generation:
-                self._generation = library.generation
-                self._handle = None
+        # whoever reads a broken board, perhaps the training loop, must not wait for another thread's attempt to mend it
+        if not library.lock.acquire(blocking=self._failing_since_s is None):
+            raise Failure(-1, "being looked for by another thread", "")
+        try:
+            return self._renewed()
+        finally:
+            library.lock.release()
+
+    def _renewed(self) -> Any:
+        library = self._library
+        library.open(self._user)
+        if self._failing_since_s is not None and self._backoff.ready():
+            self._backoff.failed()  # until a reading succeeds
+            self._handle = None
+            if library.last_success_s < self._failing_since_s:  # it is not this board alone
                 try:
-                    self._handle = self._look_up()
-                except Failure:
-                    self.note(failed=True)
-                    raise
-            return self._handle
+                    library.reopen(self._generation)
+                finally:
+                    self._generation = library.generation
+        if self._handle is None or self._generation != library.generation:
+            self._generation = library.generation
+            self._handle = None
+            try:
+                self._handle = self._look_up()
+            except Failure:
+                self.note(failed=True)
+                raise
+        return self._handle
 
     def note(self, *, failed: bool) -> None:
         """Say whether a reading failed altogether."""

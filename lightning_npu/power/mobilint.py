@@ -19,6 +19,7 @@ from lightning_npu.power.host import host_id
 from lightning_npu.power.mobilint_library import LOST, NOT_SUPPORTED, TARGETS, failure, library
 
 VISIBLE = "QBRUNTIME_VISIBLE_DEVICES"
+_UNAVAILABLE = -2  # no code of mbltml
 _user = itertools.count()
 
 
@@ -113,12 +114,14 @@ class MobilintSource(PowerSource):
         except PowerUnavailableError as error:  # the library cannot be opened in this process, or not again
             return Reading(time.monotonic(), problem=error.what)
         before = time.monotonic()
-        power_w, problem, code = None, "", 0
+        power_w, problem, code = None, "", _UNAVAILABLE
         try:
             power_w = _power_w(args)
         except Failure as error:
             problem, code = f"power: {error}", error.code
-        access.note(failed=code != 0)  # "unavailable" is an answer: to start the library again would not help
+        access.note(
+            failed=code != _UNAVAILABLE
+        )  # "unavailable" is an answer: to start the library again would not help
         return Reading((before + time.monotonic()) / 2, power_w, problem=problem, lost=code in LOST)
 
     def npu_time_s(self, board: Board) -> dict[int, float] | None:
@@ -234,7 +237,7 @@ def _chosen(devices: Sequence[_Device], numbers: tuple[int, ...] | None) -> list
 def _power_w(args: tuple[int, ...]) -> float:
     value = float(library.call("mbltmlGetTotalPower", *args))
     if not (math.isfinite(value) and value >= 0):
-        raise failure(0, f"it reads {value:g}, which stands for unavailable")
+        raise failure(_UNAVAILABLE, f"it reads {value:g}, which stands for unavailable")
     return value
 
 

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+import threading
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,21 +48,27 @@ class MbltmlLibrary(DriverLibrary):
 
     typed = False
 
+    def reset(self) -> None:
+        """Forget the parent's state, its lock for calls included."""
+        super().reset()
+        self._calls = threading.Lock()
+
     def call(self, name: str, *args: Any) -> Any:
         """Call a function of mbltml.
 
         Raises:
             Failure: it failed, or this form has no such function.
         """
-        with self.lock:
-            if self._module is None:
+        with self._calls:
+            module = self._module
+            if module is None:
                 raise failure(UNINITIALIZED, "closed")
-            function = getattr(self._module, name, None)
+            function = getattr(module, name, None)
             if function is None:
                 raise failure(NOT_SUPPORTED, f"this mbltml has no {name}")
             try:
                 return function(*args)
-            except self._module.MBLTMLError as error:
+            except module.MBLTMLError as error:
                 raise _of(error) from error
             except Exception as error:  # text that is no UTF-8, and whatever else the binding lets pass
                 raise failure(-1, repr(error)) from error
@@ -103,7 +110,8 @@ class MbltmlLibrary(DriverLibrary):
         if not any(any(Path(DEVICE_FOLDER).glob(pattern)) for pattern in DEVICE_NODES):
             _try_elsewhere(_c_library(module))
         try:
-            module.mbltmlInit()
+            with self._calls:
+                module.mbltmlInit()
         except module.MBLTMLError as error:
             raise _of(error) from error
         except (AttributeError, OSError) as error:  # a function that this C library does not have
@@ -111,7 +119,7 @@ class MbltmlLibrary(DriverLibrary):
             raise _mixed(str(error)) from error
 
     def _stop(self, module: ModuleType) -> None:
-        with contextlib.suppress(module.MBLTMLError):
+        with self._calls, contextlib.suppress(module.MBLTMLError):
             module.mbltmlShutdown()
 
     def _unavailable(self, failure: Failure) -> PowerUnavailableError:
