@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from lightning_npu.power.base import Board, Reading
 from lightning_npu.power.counter import Broken, CounterTrack, Rejected, Step
@@ -16,6 +17,8 @@ from lightning_npu.power.uncertainty import CounterError
 FROZEN_S = 3.0  # a counter that stands still, or is silent, for longer is replaced by integrated power
 GAP_POLLS = 5.0  # polling intervals without a reading that make a gap
 GAP_S = 1.0  # no shorter silence is a gap
+NPU_PERIOD_S = 0.1  # NPUs refresh their power reading about so often, as far as is known
+GPU_AGE = 0.75  # GPUs hold a mean over a quarter to all of an update period: half a period, and half of that mean
 _LEAST_J = 1.0  # energy that a counter must have missed to count as frozen: coarse ones stand still at idle
 _TAIL_S = 60.0
 
@@ -39,7 +42,13 @@ class Assembly:
         self.log = StateLog()
         self.peaks = Peaks()
         self.longest_gap_s = max(GAP_POLLS * poll_s, GAP_S)
-        self.integral = PowerIntegral(poll_s, board.averaging_s, self.longest_gap_s)
+        npu = board.kind == "npu"
+        self.integral = PowerIntegral(
+            board.averaging_s,
+            self.longest_gap_s,
+            usual_s=NPU_PERIOD_S if npu else 0.0,
+            age=0.5 if npu else GPU_AGE,
+        )
         self.tail = PowerTail(_TAIL_S)
         self.counter = CounterTrack(board, poll_s)
         self.counter_heard_s: float | None = None
@@ -51,6 +60,7 @@ class Assembly:
         self._scale, self._offset_w = scale, offset_w
         self._by_power = not board.counter
         self._level_j: float | None = None  # the curve's energy at the counter's last step
+        self._half_s = 0.0  # how well the moment of that step is known
         self._counted_j = 0.0  # all that the counter has said
         self._integrated_j = 0.0  # all that power has said
         self._error = CounterError()
@@ -128,7 +138,7 @@ class Assembly:
             self.series.append(span)
         self.tail.drop(self.series.last_s)
 
-    def _bridge(self, until_s: float) -> None:
+    def _bridge(self, until_s: float, unsure_j2: float = 0.0) -> None:
         """Continue the curve to a moment without the counter: by integrated power, else by the last slope."""
         if self.series is None or until_s <= self.series.last_s:
             return
@@ -137,7 +147,7 @@ class Assembly:
         if span is None:
             slope = self.series.slope_w(len(self.series) - 1)
             span = Span(until_s, slope * seconds, gap_s=seconds, gap_j=slope * seconds)
-        self.series.append(span)
+        self.series.append(replace(span, variance_j2=span.variance_j2 + unsure_j2))
         self.tail.drop(until_s)
 
     def _take_counter(self, now_s: float, value_j: float) -> None:
@@ -160,7 +170,10 @@ class Assembly:
         since_s = self.series.last_s if self.series is not None else now_s
         self.log.moment("reset", f"degraded: {why}; bridged by integrated power", since_s, now_s)
         if not self._by_power:
-            self._bridge(now_s)
+            power = self.newest_w or 0.0
+            # where the old counter ended and the new one began is known to an update, or to the placing of one
+            sure_s = self._half_s if self.counter.resolved else self.counter.period_s or self._poll_s
+            self._bridge(now_s, (power * sure_s) ** 2 / 6.0)
         self._level_j = None
         self.check.restart()
         self.counter.open(now_s, value_j)
@@ -181,10 +194,10 @@ class Assembly:
         reading = self._fresh_w if self._board.averaging_s <= (step.period_s or 0.0) else math.nan
         self._error.step(slope, None if math.isnan(reading) else reading)
         if self._level_j is None:
-            target_j, knot_j2 = self._first_level(series, step, energy)
+            target_j, own_j2 = self._first_level(series, step, energy)
         else:
-            target_j, knot_j2 = self._level_j + energy, (slope * step.half_s) ** 2 / 6.0
-        self._level_j = target_j
+            target_j, own_j2 = self._level_j + energy, self._error.own_j2(seconds)
+        self._level_j, self._half_s = target_j, step.half_s
         if seconds <= 0:
             return
         step_w2 = self._error.step_w2(slope)
@@ -198,9 +211,9 @@ class Assembly:
             Span(
                 step.time_s,
                 max(0.0, target_j - series.last_j),
-                variance_j2=self._error.own_j2(seconds),
+                variance_j2=own_j2,
                 step_w2=step_w2,
-                knot_j2=knot_j2,
+                knot_j2=(slope * step.half_s) ** 2 / 6.0,
                 age_j=0.0 if step.resolved else edge_w * (step.period_s or self._poll_s),
                 gap_s=silent_s,
                 counted=True,
@@ -220,12 +233,15 @@ class Assembly:
         return energy_j / seconds if seconds > 0 else 0.0
 
     def _first_level(self, series: Series, step: Step, energy_j: float) -> tuple[float, float]:
-        """Level of the first step after an opening, of which only the part after the opening belongs to the curve."""
+        """Level of the first step after an opening, of which only the part after it belongs to the curve; variance."""
         if not step.resolved:
             return series.last_j + energy_j, 0.0
+        seconds = step.time_s - series.last_s
         span = self.tail.between(series.last_s, step.time_s, self.power_w)
-        part = min(energy_j, span.energy_j) if span is not None else 0.5 * energy_j
-        return series.last_j + part, energy_j**2 / 12.0
+        if span is None:
+            return series.last_j + 0.5 * energy_j, energy_j**2 / 12.0
+        unsure_j2 = ((self.integral.spread_w * seconds) ** 2 + (self.integral.power_w * step.half_s) ** 2) / 3.0
+        return series.last_j + min(energy_j, span.energy_j), unsure_j2
 
     def _thaw(self, step: Step, now_s: float) -> None:
         """The counter moves again, or came late: it takes over at its step, at the level that power has reached."""

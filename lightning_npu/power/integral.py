@@ -17,16 +17,18 @@ class PowerIntegral:
     """Turns power readings into spans of energy.
 
     Args:
-        poll_s: nominal time between readings.
         averaging_s: a reading is the mean over this many past seconds; it belongs to the middle of them.
         longest_gap_s: readings further apart than that leave a gap, bridged linearly.
+        usual_s: update period to assume where none can be seen; 0: none.
+        age: mean age of a reading of unknown averaging time, in update periods.
     """
 
-    def __init__(self, poll_s: float, averaging_s: float, longest_gap_s: float) -> None:
+    def __init__(self, averaging_s: float, longest_gap_s: float, *, usual_s: float = 0.0, age: float = 0.5) -> None:
         self.updates = GaugePeriod()
         self.time_s: float | None = None  # the moment to which the last reading belongs
         self.power_w = 0.0
-        self._poll_s, self._averaging_s, self._longest_gap_s = poll_s, averaging_s, longest_gap_s
+        self._averaging_s, self._longest_gap_s = averaging_s, longest_gap_s
+        self._usual_s, self._age = usual_s, age
         self._read_s = 0.0
         self._recent: deque[float] = deque(maxlen=_HISTORY)
         self._variogram = Variogram()
@@ -35,8 +37,12 @@ class PowerIntegral:
     @property
     def lag_s(self) -> float:
         """How long before it is read a value was true, on average."""
-        period = self.updates.period_s or min(self.updates.bound_s or 0.0, GaugePeriod.USUAL_S)
-        return 0.5 * (self._averaging_s + period)
+        if self.updates.period_s is None:
+            # nothing tells a slow gauge from a slow load; a prior is used unless updates came closer than that
+            held = 0.5 * self._usual_s if (self.updates.bound_s or 0.0) >= self._usual_s else 0.0
+        else:
+            held = (0.5 if self._averaging_s > 0 else self._age) * self.updates.period_s
+        return 0.5 * self._averaging_s + held
 
     @property
     def period_s(self) -> float:
@@ -87,7 +93,8 @@ class PowerIntegral:
             self._variogram.add(power_w)
             self._spaced_s = belongs_s
         # readings within one period say the same thing: their errors add up, not their squares
-        return Span(belongs_s, energy, self._variogram.unseen_w2 * seconds * max(period, seconds))
+        unseen_j2 = self._variogram.unseen_w2 * seconds * max(period, seconds)
+        return Span(belongs_s, energy, unseen_j2, reach_s=period)
 
 
 class PowerTail:
@@ -163,9 +170,10 @@ def _cut(span_begin_s: float, span: Span, begin_s: float, end_s: float) -> Span 
     share = (high - low) / (span.time_s - span_begin_s)
     if share >= 1.0:
         return span
-    return Span(
-        high,
-        span.energy_j * share,
+    return replace(
+        span,
+        time_s=high,
+        energy_j=span.energy_j * share,
         variance_j2=span.variance_j2 * share**2,
         gap_s=span.gap_s * share,
         gap_j=span.gap_j * share,

@@ -30,6 +30,7 @@ class Span:
         counted: whether an energy counter vouches for it, or integrated power.
         update: whether it lies between two updates of a counter in sequence, so that its neighbours tell its shape.
         end_w: the power at its end, where an instantaneous reading came with it; else NaN.
+        reach_s: its own error is one and the same over so much time around it.
     """
 
     time_s: float
@@ -43,6 +44,7 @@ class Span:
     counted: bool = False
     update: bool = False
     end_w: float = math.nan
+    reach_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Point:
     age_j: float
     cell: int
     fraction: float
+    reach_s: float
     final: bool
 
 
@@ -72,6 +75,7 @@ class Series:
         self._gap_s, self._gap_j, self._counted = array("d", (0.0,)), array("d", (0.0,)), array("d", (0.0,))
         self._step, self._knot, self._age = array("d", (0.0,)), array("d", (0.0,)), array("d", (0.0,))
         self._update, self._end_w = array("b", (0,)), array("d", (math.nan,))
+        self._reach = array("d", (0.0,))
 
     def __len__(self) -> int:
         return len(self._time)
@@ -110,6 +114,7 @@ class Series:
         self._age.append(span.age_j)
         self._update.append(span.update)
         self._end_w.append(span.end_w)
+        self._reach.append(span.reach_s)
         if len(self._time) > MOST_KNOTS:
             self.thin(self._time[MOST_KNOTS // 2])
 
@@ -138,7 +143,8 @@ class Series:
             age_j=max(self._age[left : right + 2]),
             cell=right,
             fraction=x,
-            final=shape.final if shape else self._age[right] == 0 or right + 1 < len(self._time),
+            reach_s=self._reach[right],
+            final=shape.final if shape else right + 1 < len(self._time) or (right > 0 and self._age[right] == 0),
         )
 
     def within_cell(self, cell: int, share: float) -> float:
@@ -194,7 +200,7 @@ class Series:
         )
         # a cell that was merged no longer lies between two updates
         update = array("b", (self._update[b] and a == b - 1 for a, b in zip([-1, *kept], kept, strict=False)))
-        for name in ("_time", *self._CUMULATIVE, "_knot", "_age", "_end_w"):
+        for name in ("_time", *self._CUMULATIVE, "_knot", "_age", "_end_w", "_reach"):
             values = getattr(self, name)
             setattr(self, name, array(values.typecode, (values[index] for index in kept)))
         self._step, self._update = step, update

@@ -134,7 +134,6 @@ class GaugePeriod:
         bound_s: no period is longer; None before two changes were seen.
     """
 
-    USUAL_S = 0.1  # what gauges refresh at where nothing else is known
     _BELIEVED_S = (
         0.15  # longer ones are believed of noisy readings only: a slow load changes as rarely as a slow sensor
     )

@@ -15,9 +15,9 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
   power unless readings agree with the means, or clear and rare steps were seen (``CounterError.step_w2``), and
   2 x (1 - x) limited to 0.2 stands for x (1 - x).
 * **The moment of an update**, known to +-h: V = (P h)^2 / 6 (it is rarely near the ends).
-* **Edges on a counter too fast to interpolate**, taken as they are: the counter is behind by an age uniform in 0..u. With
-  the powers P and Q at the two edges, V = (P^2 + Q^2) u^2 / 18 + (P - Q)^2 u^2 / 6, two thirds of the variance, as the
-  error is bounded by P u.
+* **Edges on a counter too fast to interpolate**, taken as they are: the counter is behind by an age uniform in 0..u.
+  With the powers P and Q at the two edges, V = (P^2 + Q^2) u^2 / 18 + (P - Q)^2 u^2 / 6: two thirds of the variance, as
+  the error is bounded by P u.
 
 What no reading shows cannot be bounded: a load whose period is a multiple or a fraction of the sensor's looks constant
 to a sensor that sees moments only. That holds for part-time counters and for gauges, not for counters that see all.

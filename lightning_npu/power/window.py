@@ -40,7 +40,7 @@ def measure(curve: Assembly, t0_s: float, t1_s: float, *, gain: float, offset_w:
     ratio = curve.check.ratio
     if ratio is not None and not curve.check.sound:
         gain_j = max(gain_j, energy * abs(1.0 / max(ratio, 1e-3) - 1.0))  # the two sensors differ: one is wrong by it
-    resolution_j = half_width(_variance(curve, series, begin.point, end.point, duration))
+    resolution_j = half_width(_variance(series, begin.point, end.point, duration)) if duration > 0 else 0.0
     gap_j = end.point.gap_j - begin.point.gap_j
     return BoardEnergy(
         energy_j=energy,
@@ -105,14 +105,13 @@ def _after(curve: Assembly, series: Series, point: Point, time_s: float) -> Poin
     )
 
 
-def _variance(curve: Assembly, series: Series, begin: Point, end: Point, duration: float) -> float:
+def _variance(series: Series, begin: Point, end: Point, duration: float) -> float:
     ages = (begin.age_j**2 + end.age_j**2) / 18.0 + (end.age_j - begin.age_j) ** 2 / 6.0
     if begin.cell == end.cell and end.fraction > begin.fraction and end.energy_j <= series.last_j:
         return series.within_cell(end.cell, end.fraction - begin.fraction) + ages
     own = max(0.0, end.variance_j2 - begin.variance_j2)
-    period = curve.integral.period_s
-    if duration < period:
-        own *= duration / period  # the error is one and the same all along
+    if duration < end.reach_s:
+        own *= duration / end.reach_s
     return max(0.0, own + begin.edge_j2 + end.edge_j2) + ages
 
 
@@ -120,7 +119,9 @@ def _method(curve: Assembly, series: Series, begin: Point, end: Point, t0_s: flo
     seconds = max(t1_s, series.first_s) - max(t0_s, series.first_s)
     if seconds <= 0:
         return "counter" if curve.by_counter else "power"
-    share = (end.counted_s - begin.counted_s) / seconds
+    counted = end.counted_s - begin.counted_s
+    measured = max(counted, seconds - (end.gap_s - begin.gap_s))
+    share = counted / measured if measured > 0 else 0.0
     if math.isclose(share, 0.0, abs_tol=1.0 - _NEARLY_ALL):
         return "power"
     return "counter" if share > _NEARLY_ALL else "mixed"
