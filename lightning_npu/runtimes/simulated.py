@@ -141,7 +141,9 @@ class SimulatedRuntime(Runtime):
             return self.active_w if self._served else self.idle_w
 
     def power_sources(self) -> Sequence[PowerSource]:
-        """Its own stated power."""
+        """Its own stated power; none where no power was stated, since that is not 0 W."""
+        if not (self.active_w or self.idle_w):
+            return ()
         from lightning_npu.power.simulated import SimulatedSource
 
         return (SimulatedSource.of_runtime(self),)
