@@ -381,6 +381,19 @@ def test_counters_are_read_at_the_edges(tmp_path: Path) -> None:
     assert window.energy_j == pytest.approx(truth(window), rel=0.01)
 
 
+def test_a_system_without_threads_costs_the_measurement_alone(
+    source: FolderSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with EnergyMonitor([source]) as monitor, monitor.window() as window:
+        pass
+    assert window.energy_j is None
+    assert "is not read: can't start new thread" in caplog.text
+
+
 @given(st.integers(0, 1000))
 def test_back_off_doubles_up_to_half_a_minute(failures: int) -> None:
     assert back_off_s(failures) <= back_off_s(failures + 1) <= 30.0

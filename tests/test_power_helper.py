@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -256,6 +257,19 @@ def test_signals_of_the_user_do_not_end_it(tmp_path: Path) -> None:
     assert float(process.stdout.readline()) > 0.9
     assert process.wait() == 0
     wait_until(lambda: not alive(pid), "the helper is gone")
+
+
+def test_it_outlives_the_thread_that_started_the_monitor(source: FolderSource) -> None:
+    """Linux ends it with the thread that is its parent: that must not be a passing one."""
+    monitor = EnergyMonitor([source])
+    passing = threading.Thread(target=monitor.start)
+    passing.start()
+    passing.join()
+    with monitor:
+        pid = helper_of(monitor)
+        count = monitor.health()[source.key]["readings"]
+        wait_until(lambda: monitor.health()[source.key]["readings"] > count + 3, "readings go on")
+        assert helper_of(monitor) == pid
 
 
 # it may fail

@@ -9,6 +9,7 @@ when standard input says so or ends, or when its parent does.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import select
@@ -24,6 +25,8 @@ from lightning_npu.power.wire import HELPER, Encoder, beat, text
 
 BACKLOG = 1 << 16  # frames; nearly an hour of one board at the default rate, besides what the pipe holds
 BEAT_S = 1.0
+FLUSH_S = 0.2  # readings wait so long before they are written: code is costly when it is cold
+FRAMES = 64  # in one write
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
 _PR_SET_PDEATHSIG = 1
 
@@ -41,6 +44,11 @@ class Outbox:
         self._frames: deque[bytes] = deque(maxlen=longest)
         os.set_blocking(descriptor, False)
 
+    @property
+    def blocked(self) -> list[int]:
+        """What to wait for until more can be written; nothing where nothing waits."""
+        return [self._descriptor] if self._frames else []
+
     def put(self, frame: bytes) -> None:
         """Queue one frame."""
         self._frames.append(frame)
@@ -52,13 +60,17 @@ class Outbox:
             BrokenPipeError: nobody reads any more.
         """
         while self._frames:
+            together = [*itertools.islice(self._frames, FRAMES)]
+            if sum(map(len, together)) > select.PIPE_BUF:  # more than that may be cut
+                together = together[:1]
             try:
-                os.write(self._descriptor, self._frames[0])
+                os.write(self._descriptor, b"".join(together))
             except BlockingIOError:
                 if not select.select([], [self._descriptor], [], patience_s)[1]:
                     return
                 continue
-            self._frames.popleft()
+            for _ in together:
+                self._frames.popleft()
 
 
 def make(recipe: dict[str, Any]) -> PowerSource:
@@ -97,30 +109,39 @@ def main() -> int:
 
 
 def _sample(source: PowerSource, boards: list[Board], order: dict[str, Any], outbox: Outbox) -> None:
-    encoder, last_s = Encoder(), 0.0
+    encoder, taken = Encoder(), list[tuple[int, Reading]]()
 
-    def send(board: int, reading: Reading) -> None:
-        nonlocal last_s
-        last_s = time.monotonic()
-        for frame in encoder.encode(board, reading):
-            outbox.put(frame)
+    def send(patience_s: float = 0.0) -> None:
+        for board, reading in taken:
+            for frame in encoder.encode(board, reading):
+                outbox.put(frame)
+        taken.clear()
+        outbox.flush(patience_s)
 
-    poller = Poller(source, boards, order["interval_s"], send, seed=os.getpid())
+    poller = Poller(source, boards, order["interval_s"], lambda *reading: taken.append(reading), seed=os.getpid())
+    beat_s, sent_s = time.monotonic(), 0.0
     while True:
         next_s = poller.round()
         while True:
-            if time.monotonic() - last_s > BEAT_S:
-                last_s = time.monotonic()
-                outbox.put(beat(last_s))
-            outbox.flush()
-            wait_s = min(next_s - time.monotonic(), BEAT_S)
-            if select.select([0], [], [], max(wait_s, 0.0))[0]:  # a word from the parent, or its end
+            now_s = time.monotonic()
+            if now_s - sent_s > FLUSH_S:
+                sent_s = now_s
+                send()
+            if now_s - beat_s > BEAT_S:
+                beat_s = now_s
+                outbox.put(beat(now_s))
+                outbox.flush()
+                if os.getppid() != order["parent"]:
+                    return
+            wait_s = next_s - now_s
+            told, free, _ = select.select([0], outbox.blocked, [], min(max(wait_s, 0.0), BEAT_S))
+            if told:  # a word from the parent, or its end
                 poller.round(everything=True)
-                outbox.flush(patience_s=0.5)
+                send(patience_s=0.5)
                 return
-            if os.getppid() != order["parent"]:
-                return
-            if time.monotonic() >= next_s:
+            if free:
+                outbox.flush()
+            elif wait_s <= BEAT_S:
                 break
 
 

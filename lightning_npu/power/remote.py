@@ -21,7 +21,7 @@ from pathlib import Path
 import lightning_npu
 from lightning_npu.power.base import PowerSource, Reading, SourceRecipe
 from lightning_npu.power.polling import LONGEST_BACK_OFF_S, read
-from lightning_npu.power.sampling import Feed, ThreadReader
+from lightning_npu.power.sampling import EDGE_CALL_S, Feed, ThreadReader
 from lightning_npu.power.wire import Decoder
 
 log = logging.getLogger("lightning_npu.power")
@@ -154,6 +154,7 @@ class ProcessReader(ThreadReader):
         super().__init__(source, feeds, interval_s, upkeep)
         self._pipe = threading.Lock()
         self._helper: Helper | None = None
+        self._edge_s = 0.0  # how long a reading at an edge takes lately
         self._edges: list[deque[Reading]] = [deque() for _ in self.feeds]
 
     @property
@@ -188,7 +189,7 @@ class ProcessReader(ThreadReader):
                 break
             deaths = deaths + 1 if time.monotonic() - helper.started_s < LONG_LIFE_S else 1
             self._go_on_without(how, 0.0 if deaths == 1 else min(2.0 ** min(deaths - 2, 10), LONGEST_BACK_OFF_S))
-        self._poller.round(everything=True)
+        self.last_round()
 
     def stop(self) -> None:
         """See :meth:`Reader.stop`; the helper's end wakes the thread that waits for it."""
@@ -203,11 +204,14 @@ class ProcessReader(ThreadReader):
             super().edge()
             return
         for index, feed in enumerate(self.feeds):
-            if feed.board.counter:
+            if feed.board.counter and self._edge_s <= EDGE_CALL_S:
+                started_s = time.monotonic()
                 self._edges[index].append(read(self.source, feed.board, power=False))
+                self._edge_s = time.monotonic() - started_s
 
     def drain(self) -> None:
-        """Take what has come through the pipe."""
+        """Take what was read here, and what has come through the pipe, into the curves."""
+        super().drain()
         with self._pipe:
             if self._helper is not None:
                 self._take_all(self._helper.receive())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -19,6 +21,7 @@ THREAD_NAME = "lightning_npu.power"
 EDGE_CALL_S = 0.005  # a source that takes longer per call is not read at window edges: training would wait for it
 EDGE_WAIT_S = 0.002
 UPKEEP_S = 5.0
+DIGEST_S = 1.0  # readings wait so long before they go into the curves, if nobody asks: code is costly when it is cold
 STOP_S = 3.0
 
 
@@ -178,7 +181,8 @@ class Reader(ABC):
 
     def join(self, until_s: float) -> bool:
         """Wait until ``until_s`` (``time.monotonic()``) for the end; whether it came."""
-        self._thread.join(max(until_s - time.monotonic(), 0.0))
+        if not self.ended:
+            self._thread.join(max(until_s - time.monotonic(), 0.0))
         return self.ended
 
     @abstractmethod
@@ -187,7 +191,7 @@ class Reader(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Take what was read elsewhere into the curves; does not wait."""
+        """Take what was read so far into the curves; does not wait for more."""
 
     @abstractmethod
     def run(self) -> None:
@@ -218,39 +222,62 @@ class ThreadReader(Reader):
         self, source: PowerSource, feeds: Sequence[Feed], interval_s: float, upkeep: Callable[[Sequence[Feed]], bool]
     ) -> None:
         super().__init__(source, feeds, interval_s, upkeep)
-        self._lock = threading.Lock()
-        self._poller = self._make_poller()
-
-    def _make_poller(self) -> Poller:
+        self._lock, self._digesting = threading.Lock(), threading.Lock()
+        self._taken: deque[tuple[int, Reading]] = deque()
         boards = [feed.board for feed in self.feeds]
-        return Poller(self.source, boards, self.interval_s, self._take, lock=self._lock)
+        self._poller = Poller(source, boards, interval_s, self._take, lock=self._lock)
+        self._bell = threading.Lock()  # waiting for a lock costs half of what waiting for an event does
+        self._bell.acquire()
 
     def _take(self, index: int, reading: Reading) -> None:
-        self.feeds[index].add((reading,))
+        self._taken.append((index, reading))
 
     def run(self) -> None:
         """Poll until stopped, then once more."""
         self.poll(float("inf"))
+        self.last_round()
+
+    def last_round(self) -> None:
+        """Read every board once more."""
         self._poller.round(everything=True)
+        self.drain()
 
     def poll(self, until_s: float) -> None:
         """Poll until that moment, or until stopped."""
-        while not self.stopping.is_set() and time.monotonic() < until_s:
+        digested_s = float("-inf")
+        while not self.stopping.is_set() and (now_s := time.monotonic()) < until_s:
             next_s = min(self._poller.round(), until_s)
-            self.first.set()
-            self.keep_up()
-            self.stopping.wait(max(next_s - time.monotonic(), 0.0))
+            if now_s - digested_s > DIGEST_S:
+                digested_s = now_s
+                self.drain()
+                self.first.set()
+                self.keep_up()
+            self._bell.acquire(timeout=max(next_s - time.monotonic(), 0.0))
+
+    def stop(self) -> None:
+        """See :meth:`Reader.stop`."""
+        super().stop()
+        with contextlib.suppress(RuntimeError):  # it has rung before
+            self._bell.release()
 
     def edge(self) -> None:
         """Read the counters now, unless a call to the source takes long or hangs."""
         if self._poller.call_s > EDGE_CALL_S or not self._lock.acquire(timeout=EDGE_WAIT_S):
             return
         try:
-            for feed, failures in zip(self.feeds, self._poller.failures, strict=True):
-                if feed.board.counter and not failures:
-                    feed.add((read(self.source, feed.board, power=False),))
+            for index, feed in enumerate(self.feeds):
+                if feed.board.counter and not self._poller.failures[index]:
+                    self._take(index, read(self.source, feed.board, power=False))
         finally:
             self._lock.release()
 
     def drain(self) -> None:
-        """Nothing to do: readings go straight into the curves."""
+        """Take what was read into the curves."""
+        with self._digesting:
+            readings: list[list[Reading]] = [[] for _ in self.feeds]
+            for _ in range(len(self._taken)):
+                index, reading = self._taken.popleft()
+                readings[index].append(reading)
+            for feed, part in zip(self.feeds, readings, strict=True):
+                if part:
+                    feed.add(part)

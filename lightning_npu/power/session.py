@@ -67,7 +67,11 @@ class Session:
         self.started_s, self.started_at = time.monotonic(), time.time()
         deadline_s = self.started_s + FIRST_S
         for reader in self._readers:
-            reader.start()
+            try:
+                reader.start()
+            except RuntimeError as error:  # the system has no thread to give
+                log.warning("Power of %s is not read: %s.", ", ".join(f.board.key for f in reader.feeds), error)
+                reader.first.set()
         for reader in self._readers:
             reader.first.wait(max(deadline_s - time.monotonic(), 0.0))
         self.drain()
@@ -128,7 +132,7 @@ class Session:
         return min((moment_s for moment_s in known if moment_s is not None), default=now_s)
 
     def drain(self) -> None:
-        """Take in what helper processes have read."""
+        """Take what was read so far into the curves."""
         for reader in self._readers:
             reader.drain()
 
