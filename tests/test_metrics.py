@@ -23,6 +23,7 @@ from lightning_npu.errors import InputError
 from lightning_npu.metrics import base, energy, fidelity, overlap
 from lightning_npu.metrics.energy import board_hash
 from lightning_npu.power.base import BoardEnergy
+from lightning_npu.power.simulated import SimulatedBoard, SimulatedSource
 
 MERGES = hasattr(npu.metrics.EnergyPerSample, "merge_state")
 needs_merge = pytest.mark.skipif(not MERGES, reason="this torchmetrics has no merge_state")
@@ -87,6 +88,30 @@ def test_a_window_of_the_monitor_is_understood():
     assert npu.metrics.energy_per_sample(window, 20) == 2.0
     metric = npu.metrics.EnergyPerSample()
     assert metric(window, 20) == 2.0
+
+
+def test_a_board_that_a_window_misses_makes_the_total_unknown():
+    window = SimpleNamespace(by_board={GPU: board_energy(30.0, 2.0)}, missing={NPU: "lost: gone"}, energy_j=30.0)
+    assert math.isnan(npu.metrics.energy_per_sample(window, 20))
+    metric = npu.metrics.EnergyPerSample()
+    metric.update(window, 20)
+    assert metric.compute().isnan()
+
+
+def test_windows_of_a_real_monitor():
+    boards = [SimulatedBoard(100.0, "gpu", kind="gpu", counter=True), SimulatedBoard(8.0, "npu", kind="npu")]
+    metric, windows = npu.metrics.EnergyPerSample(), []
+    with npu.power.EnergyMonitor([SimulatedSource(boards)], interval_s=0.01) as monitor:
+        for _ in range(2):
+            with monitor.window() as window:
+                while window.duration_s < 0.5:
+                    torch.randn(200, 200) @ torch.randn(200, 200)
+            assert window.settle(30)
+            metric.update(window, 4)
+            windows.append(window)
+    truth_j = 108 * sum(window.duration_s for window in windows)
+    allowed_j = sum(window.uncertainty_j for window in windows)
+    assert abs(metric.compute().item() * 8 - truth_j) <= allowed_j < truth_j / 2
 
 
 def test_forward_gives_the_batch_and_keeps_the_total():

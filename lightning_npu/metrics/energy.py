@@ -21,6 +21,9 @@ class _Window(Protocol):
     def by_board(self) -> Mapping[str, BoardEnergy | None]: ...
 
     @property
+    def missing(self) -> Mapping[str, str]: ...
+
+    @property
     def energy_j(self) -> float | None: ...
 
 
@@ -171,7 +174,8 @@ def _by_board(energy: Energy) -> dict[str, tuple[float, float]]:
             got=repr(energy) if not isinstance(boards, Mapping) else f"keys {list(boards)}",
             remedy="pass {board.key: joules}, or the window itself",
         )
-    return {key: _figures(value) for key, value in boards.items()}
+    unread = dict.fromkeys(getattr(energy, "missing", ()))  # boards of a window that could not be read
+    return {key: _figures(value) for key, value in {**unread, **boards}.items()}
 
 
 def _figures(value: float | BoardEnergy | None) -> tuple[float, float]:
