@@ -254,6 +254,8 @@ def test_single_jump_of_the_counter_is_rejected(jump_j: float) -> None:
 def test_lasting_jump_of_the_counter_is_bridged() -> None:
     found = fed(steady(20, counter=lambda t: 100.0 * t + (1e6 if t > 9.99 else 0.0)))
     assert of(found.energy(3.0, 13.0)).energy_j == pytest.approx(1000.0, rel=0.002)
+    assert of(found.energy(11.0, 19.0)).method == "counter"
+    assert not any("stands still" in text for _, text in found.events)
 
 
 @pytest.mark.parametrize(("limit_w", "spike_w"), [(300.0, 361.0), (None, 10_001.0), (None, 1e12)])
@@ -515,6 +517,30 @@ def test_forgetting_is_bounded_and_keeps_the_energy() -> None:
     middle = of(found.energy(300.1, 700.2))
     assert abs(middle.energy_j - of(exact.energy(300.1, 700.2)).energy_j) < 30.0
     assert middle.settled
+
+
+def test_forgotten_updates_are_no_longer_neighbours() -> None:
+    rng = random.Random(12)
+    sensor = Sensor(MODELS["hopper"], Square(50, 180, 0.9), rng, until_s=302.0)
+    found = fed([sensor.read(t) for t in poll_times(300.0, POLL_S, rng)], sensor.board)
+    before = [of(found.energy(0.0, 10.0 * i)).energy_j for i in range(1, 30)]
+    found.forget(290.0)
+    series = found._assembly.series
+    assert series is not None
+    merged = [cell for cell in range(1, len(series)) if series.length_s(cell) > 0.15]
+    assert len(merged) > 500
+    assert not any(series.sequence(cell) for cell in merged)
+    after = [of(found.energy(0.0, 10.0 * i)).energy_j for i in range(1, 30)]
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) < 0.3 * 180.0
+
+
+def test_highest_power_survives_forgetting() -> None:
+    readings = [Reading(i * POLL_S, 250.0 if i == 777 else 100.0 - i % 9) for i in range(9000)]
+    found = fed(readings, board(counter=False))
+    found.forget(440.0)
+    assert len(found._assembly.peaks) < 2 * PAST_KNOTS
+    assert of(found.energy(0.0, 440.0)).max_power_w == 250.0
+    assert of(found.energy(60.0, 440.0)).max_power_w == 100.0
 
 
 def test_memory_is_bounded_unasked() -> None:

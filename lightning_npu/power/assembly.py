@@ -186,8 +186,7 @@ class Assembly:
         energy = max(0.0, (step.energy_j - self._offset_w * max(seconds, 0.0)) / self._scale)
         self._counted_j += energy
         if self._by_power:
-            if step.energy_j > 0:
-                self._thaw(step, now_s)
+            self._thaw(step, now_s)
             return
         slope = self._slope(step, energy, seconds)
         # an average over more than the interval says nothing about its end
