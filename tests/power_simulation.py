@@ -1,6 +1,6 @@
 """Sensors over exactly known power traces, without clock or threads; run it for the table of errors.
 
-``python tests/power_simulation.py [--held-out] [--ideal]``
+``python tests/power_simulation.py [--held-out] [--ideal] [--other]``
 """
 
 from __future__ import annotations

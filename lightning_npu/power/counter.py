@@ -112,8 +112,8 @@ class CounterTrack:
         self._rate.add(time_s - self._read_s, energy > 0)
         low, self._read_s = self._read_s, time_s
         if energy <= 0:
-            period = self.period_s
-            if self.resolved or self._first or period is None or time_s - self.moved_s > 2.0 * period:
+            longest_s = 2.0 * self.period_s if self.period_s is not None else 0.4 * self._poll_s
+            if self.resolved or self._first or time_s - self.moved_s > longest_s:
                 return None  # nothing to lay a knot for: an update may come, or the counter is frozen
             return Step(time_s, 0.0, 0.0, self.period_s, resolved=False, first=False)
         moment, half = time_s, 0.0
