@@ -306,6 +306,8 @@ def _fill(struct: BoardStruct, board: StubBoard, index: int, start: float) -> No
     for name in ("power", "instant", "average", "counter"):
         part: Part | None = getattr(sensed, name)
         setattr(struct, name, _sensor(part, start, chance))
+    if sensed.instant == sensed.power:
+        struct.instant = struct.power  # two names of one sensor
     if sensed.counter and sensed.counter.window_s and sensed.power:
         struct.counter = struct.power  # it is renewed with what it adds up
         struct.counter.window_s = sensed.counter.window_s
