@@ -170,7 +170,7 @@ def _judge(row: Row, tool: str, windows: list[dict[str, Any]], stubs: Stubs, sta
         return {"said": f"nothing {states[0] if states else ''}", "right": row.unknown and bool(states)}
     joules = sum(figure["j"] for figure in figures)
     calls = windows[0]["calls"]
-    t0, t1 = (calls[0] + calls[1]) / 2, (calls[2] + calls[3]) / 2
+    t0, t1 = calls[1], calls[2]
     truth = sum(_truth(name, stubs, t0, t1) for name in row.counts)
     cell: dict[str, Any] = {"j": joules, "truth_j": truth, "states": states}
     error = abs(joules - truth)
