@@ -262,9 +262,9 @@ def _settle(job: Job) -> None:
 def _named(error: BaseException, job: Job, runtime: Runtime) -> BaseException:
     """The error with the batch and the device in it."""
     if isinstance(error, DeviceError):
-        return DeviceError(
-            f"{job.name}: {error.what}", expected=error.expected, got=error.got, remedy=error.remedy
-        ).with_traceback(error.__traceback__)
+        named = DeviceError(f"{job.name}: {error.what}", expected=error.expected, got=error.got, remedy=error.remedy)
+        named.__cause__ = error.__cause__
+        return named.with_traceback(error.__traceback__)
     if isinstance(error, NPUError) or not isinstance(error, Exception):
         return error
     named = DeviceError(f"{job.name}: runtime '{runtime.name}' failed on {runtime.device}: {error!r}")

@@ -459,7 +459,9 @@ class FeatureFuture:
 def _worker(
     artifact: Artifact, runtime: str, device_index: int | None, timeout_s: float, options: dict[str, Any]
 ) -> Worker:
-    opener = functools.partial(open_measured, artifact, runtime, device_index=device_index, **options)
+    opener = functools.partial(
+        open_measured, artifact, runtime, device_index=device_index, call_timeout_s=timeout_s, **options
+    )
     return Worker(opener, timeout_s=timeout_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from lightning_npu.structure import Node
     from lightning_npu.tensor_spec import TensorSpec
 
+log = logging.getLogger(__name__)
+
 ENTRY_POINT_GROUP = "lightning_npu.runtimes"
 
 
@@ -32,6 +35,7 @@ class Runtime(ABC):
         name: the name under which users choose it.
         targets: the artifact targets that it can execute.
         option_names: the options that :meth:`open` takes; None: :meth:`open` itself refuses what it does not know.
+            One named "timeout_s" is given the worker's limit for a call unless the user chose it.
         slots: how many calls of :meth:`run` may be in flight at once.
         inputs: what it takes, in order.
         outputs: what it gives, in order.
@@ -213,14 +217,24 @@ def check_choice(artifact: Artifact, name: str, device_index: int | None, option
         raise first
 
 
-def open_runtime(artifact: Artifact, name: str = "auto", *, device_index: int | None = None, **options: Any) -> Runtime:
+def open_runtime(
+    artifact: Artifact,
+    name: str = "auto",
+    *,
+    device_index: int | None = None,
+    call_timeout_s: float | None = None,
+    **options: Any,
+) -> Runtime:
     """Open ``artifact`` with the runtime ``name``, after making sure that it still is what was loaded.
 
     Args:
         artifact: a loaded artifact.
         name: a registered runtime, or "auto": the first one that takes the artifact's target and is available,
-            one of the same name as the target before others.
+            one of the same name as the target before others. Where another one takes over, one line in the log says
+            so; options and device index that were meant for the first and that the other does not have are left out.
         device_index: which device, for runtimes that have several.
+        call_timeout_s: seconds after which whoever calls the runtime gives it up, for those with an option
+            "timeout_s".
         **options: passed to the runtime.
 
     Raises:
@@ -230,8 +244,9 @@ def open_runtime(artifact: Artifact, name: str = "auto", *, device_index: int | 
     """
     _checked(name, device_index, options)
     if name != "auto":
-        return _open(runtime_class(name), artifact, device_index, options)
+        return _open(runtime_class(name), artifact, device_index, call_timeout_s, options)
     reasons: list[str] = []
+    passed: list[type[Runtime]] = []
     for candidate in _candidates(artifact):
         try:
             kind = runtime_class(candidate)
@@ -242,8 +257,14 @@ def open_runtime(artifact: Artifact, name: str = "auto", *, device_index: int | 
             continue
         answer = kind.available()
         if answer.startswith("ok"):
-            return _open(kind, artifact, device_index, options)
+            mine, index = options, device_index
+            if passed:
+                mine = {key: value for key, value in options.items() if not _only_of(passed, kind, key)}
+                index = None
+                _say_once(artifact.fingerprint, str(artifact.path.name), kind.name, "; ".join(reasons))
+            return _open(kind, artifact, index, call_timeout_s, mine)
         reasons.append(f"{candidate}: {answer}")
+        passed.append(kind)
     raise RuntimeUnavailableError(
         f"No runtime on this machine can execute an artifact for target '{artifact.target}'.",
         got="; ".join(reasons) or f"no registered runtime takes this target; registered: {sorted(_entry_points())}",
@@ -256,8 +277,26 @@ def _candidates(artifact: Artifact) -> list[str]:
     return sorted(_entry_points(), key=lambda known: (known != artifact.target, known))
 
 
-def _open(kind: type[Runtime], artifact: Artifact, device_index: int | None, options: dict[str, Any]) -> Runtime:
+def _only_of(passed: list[type[Runtime]], kind: type[Runtime], option: str) -> bool:
+    """Whether an option was meant for a runtime that cannot run here."""
+    return option not in (kind.option_names or ()) and any(option in (other.option_names or ()) for other in passed)
+
+
+@functools.cache
+def _say_once(fingerprint: str, artifact: str, runtime: str, reasons: str) -> None:
+    log.warning("%s runs on runtime '%s', and results are that runtime's: %s", artifact, runtime, reasons)
+
+
+def _open(
+    kind: type[Runtime],
+    artifact: Artifact,
+    device_index: int | None,
+    call_timeout_s: float | None,
+    options: dict[str, Any],
+) -> Runtime:
     _require_target(kind, artifact)
+    if call_timeout_s is not None and "timeout_s" in (kind.option_names or ()):
+        options = {"timeout_s": call_timeout_s, **options}
     kind.check_options(device_index, options)
     artifact.verify()
     return kind.open(artifact, device_index=device_index, **options)

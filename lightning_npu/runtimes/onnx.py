@@ -45,7 +45,7 @@ class OnnxRuntime(Runtime):
     """
 
     name: ClassVar[str] = "onnx"
-    targets: ClassVar[tuple[str, ...]] = ("onnx",)
+    targets: ClassVar[tuple[str, ...]] = ("onnx", "mobilint")
     option_names: ClassVar[tuple[str, ...] | None] = ("threads",)
 
     def __init__(
@@ -118,7 +118,7 @@ class OnnxRuntime(Runtime):
         """Open the artifact's INT8 model on the CPU.
 
         Args:
-            artifact: an artifact with target "onnx".
+            artifact: an artifact with target "onnx", or one for a device, which holds the ONNX model beside its own.
             device_index: None or 0: there is one CPU.
             threads: threads of one call.
             **options: none are known.
