@@ -1,1 +1,1 @@
-"""What ``EnergyMeter`` is made of: phases, totals, ranks, overlap. Knows no Lightning."""
+"""What ``EnergyMeter`` is made of: phases, totals, ranks, overlap, files. Only ``trainer`` knows Lightning."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from lightning_npu.metering.ledger import Account, totals_to_json
 from lightning_npu.metering.overlap import Overlap
+from lightning_npu.metering.recorder import TRAINING
+from lightning_npu.metering.totals import Sum, Totals, add_up, then
 
 FORMAT = 1
 """Version of the layout of ``energy.json``."""
-from lightning_npu.metering.recorder import TRAINING
-from lightning_npu.metering.totals import Sum, Totals, add_up, then
 
 JOULES_PER_KWH = 3.6e6
 
@@ -27,7 +27,7 @@ def document(
     epochs: Sequence[Mapping[str, Any]],
     health: Mapping[str, Any],
     idle_power_w: Mapping[str, Any] | None,
-    problems: Mapping[str, str],
+    unmetered: Mapping[str, str],
     overlap: Overlap | None,
     modules: Mapping[str, Any],
     ranks: int,
@@ -36,23 +36,24 @@ def document(
     """Plain JSON values; a figure that is not known is null, never 0.
 
     Args:
-        account: energy and work of all ranks, earlier parts of a resumed run included.
+        account: energy and work of all ranks, earlier parts of a resumed run included. Energy per sample is that of
+            training and waiting for data, or of the one phase where nothing was trained.
         stage: "fit", "validation", "test" or "predict".
         started_at: wall-clock seconds since the epoch, for display.
         ended: "" while it runs, "finished", or why it ended.
         epochs: one entry each.
         health: how well each board of this rank was measured.
         idle_power_w: the baseline of each board; None: there is none.
-        problems: why power sources have no boards here.
+        unmetered: parts of the run whose energy is in no figure, and why.
         overlap: how well training and accelerator overlapped.
         modules: the frozen modules and what they ran on.
         ranks: of the run.
         ranks_merged: whether the figures of all ranks are in it, up to its end.
     """
-    training: Totals = {}
-    for phase in TRAINING:
-        training = then(training, account.phases.get(phase, {}))
-    trained = add_up(training)
+    work: Totals = {}
+    for phase in TRAINING if stage == "fit" else (stage,):
+        work = then(work, account.phases.get(phase, {}))
+    trained = add_up(work)
     content: dict[str, Any] = _finite(
         {
             "format": FORMAT,
@@ -83,7 +84,7 @@ def document(
                 key: {**total, "health": health.get(key)} for key, total in totals_to_json(account.totals).items()
             },
             "idle_power_w": None if idle_power_w is None else dict(idle_power_w),
-            "no_power_sensor": dict(problems),
+            "no_power_sensor": dict(unmetered),
             "overlap": None
             if overlap is None
             else {

@@ -100,22 +100,34 @@ class Ledger:
         recorder: of this rank.
         prior: of an earlier part of the run, which all ranks know.
         ranks_here: ranks on this host.
+        problems: why power sources have no boards on this rank, by name.
+
+    Attributes:
+        prior: as given.
+        epoch: of all ranks, as of the last :meth:`merge`.
+        problems: of all ranks, likewise.
+        ranks_merged: how many ranks the last :meth:`merge` heard of.
     """
 
-    def __init__(self, recorder: Recorder, prior: Account, ranks_here: int) -> None:
+    def __init__(self, recorder: Recorder, prior: Account, ranks_here: int, problems: Mapping[str, str]) -> None:
         self.recorder, self.prior, self._ranks_here = recorder, prior, ranks_here
         self._others = Account()
         self._samples_elsewhere = 0
-        self._steps_before = recorder.steps
+        self._given_problems = dict(problems)
+        self.steps_before = recorder.steps
         self.epoch: MergedEpoch | None = None
-        self.problems: dict[str, str] = {}
+        self.problems = dict(problems)
+        self.ranks_merged = 1
 
     def merge(self) -> None:
         """Learn what the other ranks saw so far. All ranks come here, at the same point of the run."""
         recorder = self.recorder
-        recorder.fold()
         epoch = recorder.epoch()
-        mine: dict[str, Any] = {"account": self._mine().to_json(), "problems": recorder.monitor.problems, "epoch": None}
+        mine: dict[str, Any] = {
+            "account": self._mine().to_json(),
+            "problems": {**self._given_problems, **recorder.monitor.problems},
+            "epoch": None,
+        }
         if epoch is not None:
             mine["epoch"] = {
                 "whole": totals_to_json(epoch.whole),
@@ -133,7 +145,7 @@ class Ledger:
         }
         self._others = Account(totals, phases)
         self._samples_elsewhere = sum(account.samples for account in accounts) - recorder.samples
-        self._accounts = len(accounts)
+        self.ranks_merged = len(everyone)
         self.problems = {name: reason for rank in everyone for name, reason in rank["problems"].items()}
         epochs = [rank["epoch"] for rank in everyone if rank["epoch"] is not None]
         if epochs:
@@ -147,8 +159,20 @@ class Ledger:
 
     @property
     def account(self) -> Account:
-        """Everything that this rank knows: its own boards as of now, those of others as of the last :meth:`merge`."""
-        mine = self._mine()
+        """Everything that this rank knows: what it reads itself as of now, the rest as of the last :meth:`merge`.
+
+        Under several ranks, the first of a host reads all boards of the host that it can open; between merges it takes
+        the other ranks of its host to have trained as many samples as itself.
+        """
+        return self._with_others(self._mine())
+
+    @property
+    def account_settled(self) -> Account:
+        """The same, with phases up to where later readings change nothing: cheaper, for figures on the way."""
+        recorder = self.recorder
+        return self._with_others(self._mine((recorder.by_phase, recorder.phase_s)))
+
+    def _with_others(self, mine: Account) -> Account:
         totals = {**self._others.totals, **mine.totals}
         phases = {
             phase: {**self._others.phases.get(phase, {}), **mine.phases.get(phase, {})}
@@ -157,13 +181,14 @@ class Ledger:
         elsewhere = max(self._samples_elsewhere, mine.samples * (self._ranks_here - 1))
         return self.prior.then(replace(mine, totals=totals, phases=phases, samples=mine.samples + elsewhere))
 
-    def _mine(self) -> Account:
+    def _mine(self, phases: tuple[dict[str, Totals], dict[str, float]] | None = None) -> Account:
         recorder = self.recorder
+        by_phase, phase_s = recorder.phases_now() if phases is None else phases
         return Account(
             recorder.totals,
-            recorder.by_phase,
-            recorder.phase_s,
+            by_phase,
+            phase_s,
             recorder.samples,
-            recorder.steps - self._steps_before,
+            max(0, recorder.steps - self.steps_before),
             recorder.elapsed_s,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -33,13 +33,20 @@ class Phases:
     Args:
         clock: monotonic seconds.
         limit: spans that may wait.
+        start_s: when the first phase began; None: now.
+
+    Attributes:
+        seconds: of each phase that has ended, all together.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, limit: int = 1 << 16) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, limit: int = 1 << 16, start_s: float | None = None
+    ) -> None:
         self._clock, self._limit = clock, limit
         self._stack = ["other"]
-        self._since_s = clock()
+        self._since_s = clock() if start_s is None else start_s
         self._spans: deque[Span] = deque()
+        self.seconds: dict[str, float] = {}
 
     @property
     def current(self) -> str:
@@ -74,11 +81,10 @@ class Phases:
         finally:
             self.leave()
 
-    def stop(self) -> float:
-        """Close the present span and forget interrupted phases; the moment."""
-        now_s = self._close()
+    def stop(self, at_s: float) -> None:
+        """Close the present span at that moment, and forget interrupted phases."""
+        self._close(at_s)
         self._stack = ["other"]
-        return now_s
 
     def take(self, until_s: float) -> list[Span]:
         """Remove and give what lies before ``until_s``; a span across it is divided."""
@@ -91,15 +97,21 @@ class Phases:
             taken.append(span)
         return taken
 
+    def put_back(self, spans: Sequence[Span]) -> None:
+        """Let spans that were just taken wait on."""
+        self._spans.extendleft(reversed(spans))
+
     def waiting(self) -> tuple[Span, ...]:
         """The spans that were not taken yet, the present one up to this moment among them."""
         return (*self._spans, Span(self._stack[-1], self._since_s, max(self._since_s, self._clock())))
 
-    def _close(self) -> float:
-        now_s = self._clock()
+    def _close(self, at_s: float | None = None) -> float:
+        now_s = self._clock() if at_s is None else at_s
+        phase = self._stack[-1]
         if now_s > self._since_s:
-            self._add(Span(self._stack[-1], self._since_s, now_s))
-        self._since_s = now_s
+            self._add(Span(phase, self._since_s, now_s))
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s - self._since_s
+            self._since_s = now_s
         return now_s
 
     def _add(self, span: Span) -> None:

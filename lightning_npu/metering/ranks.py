@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_npu.errors import NPUError
 from lightning_npu.power.base import Board, PowerSource, Reading, SourceRecipe
 from lightning_npu.power.host import host_id
+from lightning_npu.power.session import one_line
 
 log = logging.getLogger(__name__)
 
@@ -87,53 +88,62 @@ def one_board(recipe: dict[str, Any], key: str) -> OneBoard:
 def boards_of(source: PowerSource) -> tuple[tuple[Board, ...], str]:
     """The boards of a source, or none and the reason."""
     try:
-        return source.boards(), ""
-    except NPUError as error:
-        return (), str(error)
+        return source.boards(), "it has no boards"
     except Exception as error:  # a third party's source may fail in any way, and must not end a training
-        return (), f"{type(error).__name__}: {error}"
+        return (), one_line(error)
 
 
-def divide(sources: Sequence[PowerSource]) -> list[PowerSource]:
+def divide(sources: Sequence[PowerSource]) -> tuple[list[PowerSource], dict[str, str]]:
     """The sources that this rank is to read, so that every board that some rank uses is read by one rank of its host.
 
     The first rank of a host reads all boards that ranks of the host use, so that what it logs is the host's whole
     power; boards that it cannot open, such as those that a container shows to another rank only, are read by that
-    rank. A source without boards stays where it is: it says why it has none.
+    rank.
+
+    Returns:
+        the sources, each with boards, and by name why others have none.
     """
-    mine = [(source, *boards_of(source)) for source in sources]
-    offers = [(source.recipe(), [board.key for board in boards]) for source, boards, _ in mine if boards]
+    mine: list[tuple[PowerSource, tuple[Board, ...]]] = []
+    problems: dict[str, str] = {}
+    for source in sources:
+        boards, reason = boards_of(source)
+        if boards:
+            mine.append((source, boards))
+        else:
+            problems[unused_name(source.name, problems)] = reason
+    offers = [(source.recipe(), [board.key for board in boards]) for source, boards in mine]
     host, here = host_id(), rank()
-    everyone = gather([host, [(r and asdict(r), keys) for r, keys in offers]])
+    everyone = gather([host, [(recipe and asdict(recipe), keys) for recipe, keys in offers]])
     if len(everyone) == 1:
-        return list(sources)
+        return [source for source, _ in mine], problems
     neighbours = [number for number, (name, _) in enumerate(everyone) if name == host]
-    known = {board.key for _, boards, _ in mine for board in boards}
-    kept = list(sources)
+    known = {board.key for _, boards in mine for board in boards}
     if here == neighbours[0]:
         for number in neighbours[1:]:
             for recipe, keys in everyone[number][1]:
                 if recipe is not None and not known.issuperset(keys):
-                    kept += _others(SourceRecipe(**recipe), set(keys) - known, known)
+                    mine += _others(SourceRecipe(**recipe), set(keys) - known)
+                    known.update(board.key for _, boards in mine for board in boards)
     readers = gather(sorted(known))
     taken = {key for number in neighbours if number < here for key in readers[number]}
     left: list[PowerSource] = []
-    for source in kept:
-        boards, _ = boards_of(source)
-        if not boards or taken.isdisjoint(board.key for board in boards):
-            left.append(source)
-        else:
-            left += [OneBoard(source, board) for board in boards if board.key not in taken]
-    return left
+    for source, boards in mine:
+        free = [board for board in boards if board.key not in taken]
+        left += [source] if len(free) == len(boards) else [OneBoard(source, board) for board in free]
+    return left, problems
 
 
-def _others(recipe: SourceRecipe, wanted: set[str], known: set[str]) -> list[PowerSource]:
+def unused_name(name: str, taken: Container[str]) -> str:
+    """``name``, or ``name #2`` and so on where that is taken."""
+    candidates = itertools.chain((name,), (f"{name} #{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _others(recipe: SourceRecipe, wanted: set[str]) -> list[tuple[PowerSource, tuple[Board, ...]]]:
     """Boards of another rank's source, where this process can read them too."""
     try:
         source = make(recipe)
-        found = [OneBoard(source, board) for board in source.boards() if board.key in wanted]
+        return [(OneBoard(source, board), (board,)) for board in source.boards() if board.key in wanted]
     except Exception as error:
         log.debug("pid %d cannot read what another rank reads: %r", os.getpid(), error)
         return []
-    known.update(one.board.key for one in found)
-    return list(found)

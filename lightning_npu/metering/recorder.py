@@ -1,14 +1,16 @@
-"""Energy of one run on one process: in all, by phase, and over the last steps."""
+"""Energy of one run on one process: in all, by phase, by epoch, and over the last steps."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_npu.metering.phases import Phases, Span
-from lightning_npu.metering.totals import BoardTotal, Sum, Totals, add_up, then, without
+from lightning_npu.metering.totals import BoardTotal, Totals, then, without
 from lightning_npu.power.base import BoardEnergy
 from lightning_npu.power.monitor import EnergyMonitor, Window
 
@@ -21,11 +23,15 @@ RESOLVED_PERIODS = 10
 LONGEST_S = 60.0
 """How far back steps are remembered."""
 
+SETTLE_S, SETTLE_PERIODS = 10.0, 4
+"""How long spans wait for the readings that settle them: a sensor that hangs must not hold up the others' figures."""
+
 
 class Mark(NamedTuple):
     """The end of a step: when, and what had been done by then."""
 
     time_s: float
+    trained_s: float
     samples: int
     steps: int
     batches: int
@@ -36,15 +42,13 @@ class Rolling:
     """Energy over the last steps, validation and checkpoints between them taken off.
 
     Attributes:
-        total: of all boards.
-        by_board: of each.
+        by_board: of each board.
         samples: trained within.
         steps: optimizer steps within.
         batches: training steps within.
         duration_s: seconds, of training alone.
     """
 
-    total: Sum
     by_board: Totals
     samples: int
     steps: int
@@ -75,8 +79,16 @@ class Recorder:
     """Follows a run from :meth:`start` to :meth:`stop`.
 
     Args:
-        monitor: started by :meth:`start`.
+        monitor: started by :meth:`start`, unless nothing is there to be read.
         rolling_s: the shortest window over steps, in seconds; longer where a sensor is slow.
+
+    Attributes:
+        phases: what goes on now.
+        samples: trained by this process.
+        steps: optimizer steps, those before the run included.
+        batches: training steps.
+        by_phase: what every board used in each phase, up to the last reading that settles it.
+        phase_s: seconds of each phase, likewise.
     """
 
     def __init__(self, monitor: EnergyMonitor, rolling_s: float = 1.0) -> None:
@@ -87,28 +99,36 @@ class Recorder:
         self.samples, self.steps, self.batches = 0, 0, 0
         self._marks: deque[Mark] = deque()
         self._elsewhere: deque[Span] = deque()
+        self._folded_s = -math.inf
         self._whole: Window | None = None
         self._final: Totals | None = None
         self._epoch: Window | None = None
-        self._epoch_counts = Mark(0.0, 0, 0, 0)
+        self._epoch_from = (0, 0)  # samples and steps at its begin
+        self._epoch_ended: Epoch | None = None
         self._elsewhere_before: Totals = {}
 
-    def start(self) -> None:
-        """Begin to measure."""
-        self.monitor.start()
+    def start(self, *, quietly: bool = False) -> None:
+        """Begin to measure.
+
+        Args:
+            quietly: there is nothing to read, and the user knows.
+        """
+        if not quietly:
+            self.monitor.start()
         self._whole = self.monitor.begin("run")
-        self.phases = Phases()
+        self.phases = Phases(start_s=self._whole.started_s)
 
     def stop(self, timeout_s: float = 0.5) -> None:
         """End, and wait a moment for the readings that settle the last figures."""
         if self._whole is None or self._final is not None:
             return
-        self.phases.stop()
-        self._whole.end()
+        ended_s = self._whole.end().ended_s
+        self.phases.stop(time.monotonic() if ended_s is None else ended_s)
         self._whole.settle(timeout_s)
+        self.end_epoch()
+        self.monitor.stop()  # reads once more
         self._fold(math.inf)
         self._final = self._total(self._whole)
-        self.monitor.stop()
 
     def step_done(self, samples: int, steps: int) -> None:
         """A training step ended.
@@ -121,9 +141,12 @@ class Recorder:
         self.batches += 1
         self.steps = steps
         now_s = self.phases.switch("data_wait")
-        self._marks.append(Mark(now_s, self.samples, steps, self.batches))
-        while self._marks[0].time_s < now_s - LONGEST_S and len(self._marks) > 2:
+        trained_s = sum(self.phases.seconds.get(phase, 0.0) for phase in TRAINING)
+        self._marks.append(Mark(now_s, trained_s, self.samples, steps, self.batches))
+        while len(self._marks) > 3 and self._marks[0].time_s < now_s - LONGEST_S:
             self._marks.popleft()
+
+    # ---- figures
 
     @property
     def totals(self) -> Totals:
@@ -131,6 +154,11 @@ class Recorder:
         if self._final is not None:
             return self._final
         return {} if self._whole is None else self._total(self._whole)
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Why the energy of other boards is not known, by key."""
+        return {} if self._whole is None else self._whole.missing
 
     @property
     def elapsed_s(self) -> float:
@@ -141,88 +169,105 @@ class Recorder:
         """Add to the phases what is settled."""
         self._fold(self.monitor.settled_until_s)
 
+    def phases_now(self) -> tuple[dict[str, Totals], dict[str, float]]:
+        """Energy and seconds by phase up to this moment, as far as is known by now: they make up the whole run."""
+        self.fold()
+        waiting = self.phases.waiting() if self._final is None else ()
+        by_phase, phase_s = dict(self.by_phase), dict(self.phase_s)
+        for span in waiting:
+            by_phase[span.phase] = then(by_phase.get(span.phase, {}), self._between(span))
+            phase_s[span.phase] = phase_s.get(span.phase, 0.0) + span.end_s - span.start_s
+        return by_phase, phase_s
+
     def begin_epoch(self) -> None:
         """Begin the window of an epoch."""
-        self._epoch = self.monitor.begin("epoch")
-        self._epoch_counts = Mark(self._epoch.started_s, self.samples, self.steps, self.batches)
-        self.fold()
+        self._epoch, self._epoch_ended = self.monitor.begin("epoch"), None
+        self._epoch_from = (self.samples, self.steps)
         self._elsewhere_before = self._elsewhere_total()
 
     def end_epoch(self) -> None:
-        """End the window of an epoch."""
-        if self._epoch is not None:
+        """End the window of an epoch; no effect where none is open."""
+        if self._epoch is not None and self._epoch_ended is None:
             self._epoch.end()
+            self._epoch_ended = self._measure_epoch(self._epoch)
 
     def epoch(self) -> Epoch | None:
         """The present epoch so far, or the one that ended; None before the first."""
-        if self._epoch is None:
+        if self._epoch_ended is not None or self._epoch is None:
+            return self._epoch_ended
+        return self._measure_epoch(self._epoch)
+
+    def rolling(self) -> Rolling | None:
+        """Energy over the last steps that are settled; None while they are too short to be resolved."""
+        self.fold()
+        begin = end = None
+        shortest_s = self.shortest_s
+        for mark in reversed(self._marks):
+            if mark.time_s > self._folded_s:
+                continue
+            end = end or mark
+            if end.trained_s - mark.trained_s >= shortest_s:
+                begin = mark
+                break
+        if begin is None or end is None:
             return None
-        whole = self._total(self._epoch)
-        training = without(whole, without(self._elsewhere_total(), self._elsewhere_before))
-        began = self._epoch_counts
-        return Epoch(whole, training, self.samples - began.samples, self.steps - began.steps, self._epoch.duration_s)
+        by_board = self._between(Span("", begin.time_s, end.time_s))
+        for span in self._elsewhere:
+            start_s, end_s = max(span.start_s, begin.time_s), min(span.end_s, end.time_s)
+            if start_s < end_s:
+                by_board = without(by_board, self._between(Span("", start_s, end_s)))
+        if not by_board:
+            return None
+        samples, steps, batches = (b - a for a, b in zip(begin[2:], end[2:], strict=True))
+        return Rolling(by_board, samples, steps, batches, end.trained_s - begin.trained_s)
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest window over steps that the sensors resolve, in seconds."""
+        return min(max(self.rolling_s, RESOLVED_PERIODS * self._slowest_s), LONGEST_S / 2)
+
+    # ---- within
+
+    @property
+    def _slowest_s(self) -> float:
+        return max(self.monitor.update_periods_s.values(), default=0.0)
+
+    def _fold(self, until_s: float) -> None:
+        forced_s = time.monotonic() - max(SETTLE_S, SETTLE_PERIODS * self._slowest_s)
+        spans = self.phases.take(max(until_s, forced_s))
+        for number, span in enumerate(spans):
+            energies = self.monitor.between(span.start_s, span.end_s)
+            if until_s < math.inf and span.start_s > forced_s and not _settled(energies.values()):
+                self.phases.put_back(spans[number:])
+                break
+            self.by_phase[span.phase] = then(self.by_phase.get(span.phase, {}), self._as_totals(energies))
+            self.phase_s[span.phase] = self.phase_s.get(span.phase, 0.0) + span.end_s - span.start_s
+            self._folded_s = span.end_s
+            if span.phase not in TRAINING:
+                self._elsewhere.append(span)
+        while self._elsewhere and self._marks and self._elsewhere[0].end_s < self._marks[0].time_s:
+            self._elsewhere.popleft()
+
+    def _measure_epoch(self, window: Window) -> Epoch:
+        elsewhere = without(self._elsewhere_total(), self._elsewhere_before)
+        whole = self._total(window)
+        samples, steps = self._epoch_from
+        return Epoch(whole, without(whole, elsewhere), self.samples - samples, self.steps - steps, window.duration_s)
 
     def _elsewhere_total(self) -> Totals:
         """What all phases but training used so far, also what is not settled."""
+        self.fold()
         total: Totals = {}
         for phase, totals in self.by_phase.items():
             if phase not in TRAINING:
                 total = then(total, totals)
         for span in self.phases.waiting():
             if span.phase not in TRAINING:
-                total = then(total, self._between(span.start_s, span.end_s))
+                total = then(total, self._between(span))
         return total
 
-    def rolling(self) -> Rolling | None:
-        """Energy over the last steps that are settled; None while they are too short to be resolved."""
-        self.fold()
-        settled_s = self.monitor.settled_until_s
-        ends = [mark for mark in self._marks if mark.time_s <= settled_s]
-        if not ends:
-            return None
-        end = ends[-1]
-        shortest_s = self.shortest_s
-        begin = next((mark for mark in reversed(ends) if end.time_s - mark.time_s >= shortest_s), None)
-        if begin is None:
-            return None
-        by_board = self._between(begin.time_s, end.time_s)
-        away_s = 0.0
-        for span in self._elsewhere:
-            start_s, end_s = max(span.start_s, begin.time_s), min(span.end_s, end.time_s)
-            if start_s < end_s:
-                away_s += end_s - start_s
-                by_board = without(by_board, self._between(start_s, end_s))
-        total = add_up(by_board)
-        if total is None:
-            return None
-        duration_s = end.time_s - begin.time_s - away_s
-        return Rolling(
-            total,
-            by_board,
-            end.samples - begin.samples,
-            end.steps - begin.steps,
-            end.batches - begin.batches,
-            duration_s,
-        )
-
-    @property
-    def shortest_s(self) -> float:
-        """The shortest window over steps that the sensors resolve, in seconds."""
-        slowest_s = max(self.monitor.update_periods_s.values(), default=0.0)
-        return min(max(self.rolling_s, RESOLVED_PERIODS * slowest_s), LONGEST_S / 2)
-
-    def _fold(self, until_s: float) -> None:
-        for span in self.phases.take(until_s):
-            energies = self._between(span.start_s, span.end_s)
-            self.by_phase[span.phase] = then(self.by_phase.get(span.phase, {}), energies)
-            self.phase_s[span.phase] = self.phase_s.get(span.phase, 0.0) + span.end_s - span.start_s
-            if span.phase not in TRAINING:
-                self._elsewhere.append(span)
-        while self._elsewhere and self._marks and self._elsewhere[0].end_s < self._marks[0].time_s:
-            self._elsewhere.popleft()
-
-    def _between(self, start_s: float, end_s: float) -> Totals:
-        return self._as_totals(self.monitor.between(start_s, end_s))
+    def _between(self, span: Span) -> Totals:
+        return self._as_totals(self.monitor.between(span.start_s, span.end_s))
 
     def _total(self, window: Window) -> Totals:
         return self._as_totals(window.by_board)
@@ -234,3 +279,8 @@ class Recorder:
             key: BoardTotal.of(boards[key], energy, idle[key]["power_w"] if key in idle else None)
             for key, energy in energies.items()
         }
+
+
+def _settled(energies: Iterable[BoardEnergy]) -> bool:
+    """Whether later readings change nothing; those of a board that is lost may never come."""
+    return all(energy.settled or energy.state.startswith("lost") for energy in energies)

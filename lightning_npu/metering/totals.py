@@ -79,6 +79,11 @@ class BoardTotal:
         return self.covered_s / self.duration_s if self.duration_s > 0 else math.nan
 
     @property
+    def mean_power_w(self) -> float | None:
+        """Gross energy over duration; None for no time."""
+        return self.energy_j / self.duration_s if self.duration_s > 0 else None
+
+    @property
     def net_j(self) -> float | None:
         """Gross less idle energy; None without a baseline. Not clipped."""
         return None if self.idle_j is None else self.energy_j - self.idle_j
@@ -203,7 +208,7 @@ def add_up(totals: Mapping[str, BoardTotal], kind: str | None = None) -> Sum | N
         + math.hypot(*(total.resolution_j for total in chosen)),
         coverage=min(total.coverage for total in chosen),
         net_j=None if None in nets else math.fsum(net for net in nets if net is not None),
-        mean_power_w=math.fsum(total.energy_j / total.duration_s for total in chosen if total.duration_s > 0),
+        mean_power_w=math.fsum(total.mean_power_w or 0.0 for total in chosen),
         simulated=any(total.simulated for total in chosen),
         state=worst(total.state for total in chosen),
     )

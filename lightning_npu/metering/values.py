@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_npu import keys
 from lightning_npu.metering.ledger import Account, MergedEpoch
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from lightning_npu.lookahead import Statistics
 
 Values = dict[str, float]
+
+CUMULATIVE = frozenset(
+    (keys.TOTAL_J, *(keys.kind_j(kind) for kind in keys.KINDS), *(keys.phase_j(phase) for phase in keys.PHASES))
+)
+"""Keys of energy since the start, which cannot go down."""
 
 
 def of_account(account: Account) -> Values:
@@ -46,7 +51,7 @@ def of_steps(rolling: Rolling, ranks_here: int) -> Values:
         rolling: of this rank's boards, which are those of its host.
         ranks_here: ranks of the host, which train as many samples each.
     """
-    values = of_power({key: total.energy_j / total.duration_s for key, total in rolling.by_board.items()}, rolling)
+    values = of_power({key: total.mean_power_w for key, total in rolling.by_board.items()}, rolling.by_board)
     return values | of_work(rolling.by_board, rolling.samples * ranks_here, rolling.steps, rolling.batches)
 
 
@@ -74,9 +79,8 @@ def of_work(totals: Totals, samples: int, steps: int, batches: int = 0) -> Value
     return values
 
 
-def of_power(power_w: Mapping[str, float | None], totals: Rolling | Totals) -> Values:
-    """Power of all boards, of each kind and of each board; boards whose power is not known now are left out."""
-    by_board = totals.by_board if isinstance(totals, Rolling) else totals
+def of_power(power_w: Mapping[str, float | None], by_board: Totals) -> Values:
+    """Power of all boards, of each kind and of each board; boards whose power is not known are left out."""
     names = keys.board_names(total.board(key) for key, total in by_board.items())
     known = {key: watts for key, watts in power_w.items() if watts is not None and key in by_board}
     if not known:
@@ -89,6 +93,13 @@ def of_power(power_w: Mapping[str, float | None], totals: Rolling | Totals) -> V
         if boards and all(key in known for key in boards):
             values[keys.kind_power_w(kind)] = sum(known[key] for key in boards)
     return values
+
+
+def of_health(health: Mapping[str, Mapping[str, Any]], by_board: Totals) -> Values:
+    """How far counters agree with integrated power, where a board has both."""
+    names = keys.board_names(total.board(key) for key, total in by_board.items())
+    ratios = {key: health[key]["counter_ratio"] for key in by_board if key in health}
+    return {keys.board_counter_ratio(names[key]): ratio for key, ratio in ratios.items() if ratio is not None}
 
 
 def of_lookahead(statistics: Statistics) -> Values:
