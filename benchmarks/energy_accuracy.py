@@ -7,9 +7,10 @@
 Every meter runs in a process of its own over the same stub drivers (tests/stubs: the vendors' real Python bindings over
 libraries in C), in the same windows, with the same boards: each sensor model once per load period, all of them at once.
 A window's true energy is that of the time in which the measured code ran: from the return of the meter's begin call to
-its end call. The load is a square wave between 50 and 180 W (NPU: 8 and 25 W), with phases at random. Sensor models are those of tests/stubs/boards.py; no
-hardware is involved, and how real sensors behave is taken from the literature. "a100s/2" and "npu/2" are those models
-under a load in step with them, where no meter can be right or know that it is not; they stand apart.
+its end call. The load is a square wave between 50 and 180 W (NPU: 8 and 25 W), with phases at random. Sensor models are
+those of tests/stubs/boards.py; no hardware is involved, and how real sensors behave is taken from the literature.
+"a100s/2" and "npu/2" are those models under a load in step with them, where no meter can be right or know that it is
+not; they stand apart.
 
 Goals: at or below the best peer's mean error in every cell; 0.8 % mean at 1 s and 0.1 % at 10 s with a 100 ms counter;
 the truth inside the stated uncertainty, gain aside, in 99 % of windows, with that uncertainty at most four times the
