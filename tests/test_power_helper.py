@@ -44,6 +44,11 @@ def helper_of(monitor: EnergyMonitor) -> int:
     return reader.pid
 
 
+def see_a_period(monitor: EnergyMonitor, source: FolderSource) -> None:
+    """Who bridges a gap can only allow for powers that were seen."""
+    wait_until(lambda: monitor.health()[source.key]["readings"] > 16, "readings over a period")
+
+
 def only(window: Window) -> BoardEnergy:
     (energy,) = window.by_board.values()
     return energy
@@ -279,6 +284,7 @@ def test_a_killed_helper_is_started_anew(source: FolderSource, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "lightning_npu.power"), EnergyMonitor([source]) as monitor:
         with monitor.window() as window:
             first = helper_of(monitor)
+            see_a_period(monitor, source)
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: not alive(first), "the first helper is gone")
             second = helper_of(monitor)
@@ -297,6 +303,7 @@ def test_a_helper_that_goes_on_dying_is_replaced_by_a_thread(
     with EnergyMonitor([source]) as monitor:
         with monitor.window() as window:
             helper_of(monitor)
+            see_a_period(monitor, source)
             source.set("crash")
             wait_until(lambda: monitor.health()[source.key]["reader"] == "thread", "a thread that reads")
             count = monitor.health()[source.key]["readings"]
