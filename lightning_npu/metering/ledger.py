@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_npu.metering.ranks import gather
 from lightning_npu.metering.recorder import Recorder
+from lightning_npu.metering.stretches import Snapshot
 from lightning_npu.metering.totals import BoardTotal, Totals, merge, then
 
 
@@ -170,7 +171,9 @@ class Ledger:
     def account_settled(self) -> Account:
         """The same, with phases up to where later readings change nothing: cheaper, for figures on the way."""
         recorder = self.recorder
-        return self._with_others(self._mine((recorder.by_phase, recorder.phase_s)))
+        return self._with_others(
+            self._of(Snapshot(recorder.totals, recorder.by_phase, recorder.phase_s, recorder.elapsed_s))
+        )
 
     def _with_others(self, mine: Account) -> Account:
         totals = {**self._others.totals, **mine.totals}
@@ -181,14 +184,11 @@ class Ledger:
         elsewhere = max(self._samples_elsewhere, mine.samples * (self._ranks_here - 1))
         return self.prior.then(replace(mine, totals=totals, phases=phases, samples=mine.samples + elsewhere))
 
-    def _mine(self, phases: tuple[dict[str, Totals], dict[str, float]] | None = None) -> Account:
+    def _mine(self) -> Account:
+        return self._of(self.recorder.snapshot())
+
+    def _of(self, snapshot: Snapshot) -> Account:
         recorder = self.recorder
-        by_phase, phase_s = recorder.phases_now() if phases is None else phases
-        return Account(
-            recorder.totals,
-            by_phase,
-            phase_s,
-            recorder.samples,
-            max(0, recorder.steps - self.steps_before),
-            recorder.elapsed_s,
-        )
+        steps = max(0, recorder.steps - self.steps_before)
+        totals, by_phase, phase_s, elapsed_s = snapshot
+        return Account(totals, by_phase, phase_s, recorder.samples, steps, elapsed_s)

@@ -6,10 +6,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
 
 from lightning_npu.metering.phases import Phases, Span
+from lightning_npu.metering.stretches import Epoch, Mark, Rolling, Snapshot
 from lightning_npu.metering.totals import BoardTotal, Totals, then, without
 from lightning_npu.power.base import BoardEnergy
 from lightning_npu.power.monitor import EnergyMonitor, Window
@@ -25,54 +25,6 @@ LONGEST_S = 60.0
 
 SETTLE_S, SETTLE_PERIODS = 10.0, 4
 """How long spans wait for the readings that settle them: a sensor that hangs must not hold up the others' figures."""
-
-
-class Mark(NamedTuple):
-    """The end of a step: when, and what had been done by then."""
-
-    time_s: float
-    trained_s: float
-    samples: int
-    steps: int
-    batches: int
-
-
-@dataclass(frozen=True)
-class Rolling:
-    """Energy over the last steps, validation and checkpoints between them taken off.
-
-    Attributes:
-        by_board: of each board.
-        samples: trained within.
-        steps: optimizer steps within.
-        batches: training steps within.
-        duration_s: seconds, of training alone.
-    """
-
-    by_board: Totals
-    samples: int
-    steps: int
-    batches: int
-    duration_s: float
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """Energy of an epoch.
-
-    Attributes:
-        whole: of each board.
-        training: the same without validation, checkpoints and what else came between.
-        samples: trained within.
-        steps: optimizer steps within.
-        duration_s: seconds.
-    """
-
-    whole: Totals
-    training: Totals
-    samples: int
-    steps: int
-    duration_s: float
 
 
 class Recorder:
@@ -146,6 +98,16 @@ class Recorder:
         while len(self._marks) > 3 and self._marks[0].time_s < now_s - LONGEST_S:
             self._marks.popleft()
 
+    def interrupt(self, phase: str) -> None:
+        """Something else begins, such as a validation."""
+        self._read()
+        self.phases.enter(phase)
+
+    def resume(self) -> None:
+        """It ends, and what it interrupted goes on."""
+        self._read()
+        self.phases.leave()
+
     # ---- figures
 
     @property
@@ -169,15 +131,23 @@ class Recorder:
         """Add to the phases what is settled."""
         self._fold(self.monitor.settled_until_s)
 
-    def phases_now(self) -> tuple[dict[str, Totals], dict[str, float]]:
-        """Energy and seconds by phase up to this moment, as far as is known by now: they make up the whole run."""
+    def snapshot(self) -> Snapshot:
+        """Energy in all and by phase up to this moment, as far as is known by now."""
         self.fold()
-        waiting = self.phases.waiting() if self._final is None else ()
         by_phase, phase_s = dict(self.by_phase), dict(self.phase_s)
-        for span in waiting:
+        for span in self.phases.waiting() if self._final is None else ():
             by_phase[span.phase] = then(by_phase.get(span.phase, {}), self._between(span))
             phase_s[span.phase] = phase_s.get(span.phase, 0.0) + span.end_s - span.start_s
-        return by_phase, phase_s
+        totals, elapsed_s = self.totals, self.elapsed_s
+        if self._final is None:  # readings may have come in between, and time has passed
+            present = self.phases.current
+            by_phase[present] = {
+                key: replace(total, energy_j=total.energy_j + totals[key].energy_j - _sum_j(by_phase, key))
+                for key, total in by_phase[present].items()
+                if key in totals
+            }
+            phase_s[present] += elapsed_s - math.fsum(phase_s.values())
+        return Snapshot(totals, by_phase, phase_s, elapsed_s)
 
     def begin_epoch(self) -> None:
         """Begin the window of an epoch."""
@@ -232,6 +202,10 @@ class Recorder:
     def _slowest_s(self) -> float:
         return max(self.monitor.update_periods_s.values(), default=0.0)
 
+    def _read(self) -> None:
+        """Read counters now: between two polls power may change, and does so where phases do."""
+        self.monitor.begin("phase")
+
     def _fold(self, until_s: float) -> None:
         forced_s = time.monotonic() - max(SETTLE_S, SETTLE_PERIODS * self._slowest_s)
         spans = self.phases.take(max(until_s, forced_s))
@@ -279,6 +253,10 @@ class Recorder:
             key: BoardTotal.of(boards[key], energy, idle[key]["power_w"] if key in idle else None)
             for key, energy in energies.items()
         }
+
+
+def _sum_j(by_phase: dict[str, Totals], key: str) -> float:
+    return math.fsum(totals[key].energy_j for totals in by_phase.values() if key in totals)
 
 
 def _settled(energies: Iterable[BoardEnergy]) -> bool:

@@ -90,12 +90,12 @@ class MeteredRun:
 
     def enter(self, phase: str) -> None:
         """Interrupt what goes on by another phase."""
-        self.recorder.phases.enter(phase)
+        self.recorder.interrupt(phase)
         self.timer.interrupt()
 
     def leave(self) -> None:
         """Go back to what was interrupted."""
-        self.recorder.phases.leave()
+        self.recorder.resume()
         self.timer.interrupt()
 
     @contextmanager

@@ -47,7 +47,8 @@ class Sensors:
         by_reason: dict[tuple[str, str], list[str]] = {}
         told: set[str] = set()
         for part, kind in self.parts.items():
-            names = [name for name in (part, *self.sources_of.get(part, ())) if name in problems]
+            asked = problems if self.chosen else (part, *self.sources_of.get(part, ()))
+            names = [name for name in asked if name in problems]
             told.update(names)
             if kind not in kinds or part in problems:
                 reason = "; ".join(problems[name] for name in names) or f"no board of kind '{kind}' could be read"
@@ -73,7 +74,7 @@ def sensors_of_run(
     parts |= {name: "cpu" if module.host_threads > 0 else "npu" for name, module in modules.items()}
     if not isinstance(asked, str):
         sources, problems = _named(asked)
-        return Sensors(sources, problems, parts, {part: list(problems) for part in parts}, chosen=True)
+        return Sensors(sources, problems, parts, chosen=True)
     from lightning_npu.power.nvml import NvmlSource
     from lightning_npu.power.rapl import RaplSource
 

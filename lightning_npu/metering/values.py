@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_npu import keys
 from lightning_npu.metering.ledger import Account, MergedEpoch
 from lightning_npu.metering.overlap import Overlap
-from lightning_npu.metering.recorder import Rolling
+from lightning_npu.metering.stretches import Rolling
 from lightning_npu.metering.totals import Totals, add_up
 
 if TYPE_CHECKING:

@@ -90,10 +90,10 @@ class Feed:
 
     @property
     def slowest_update_s(self) -> float | None:
-        """Update period of the sensor that lays the curve, in seconds, as seen so far."""
+        """Update period of the sensor that lays the curve, in seconds; None: not known, or too short to be seen."""
         with self._lock:
             counter_s, power_s = self._curve.update_period_s
-        return counter_s if counter_s is not None else power_s
+        return counter_s if self.board.counter else power_s
 
     @property
     def state(self) -> str:
