@@ -3,7 +3,8 @@
 Each row runs every meter, each in a process of its own, over one stub and one window of about 5 s. The load
 is a square wave of 50 and 180 W (NPU: 8 and 25 W) of 0.7 s, which no meter samples in step.
 A cell is right when its joules are within 3 % of the truth (6 % of a board that shows its power at ten moments per
-second and has no counter, 15 % where that is silent for two seconds) and, if the meter states an uncertainty, within it. A lost or unknown board must be said to be one, and never be 0 J.
+second and has no counter, 15 % where that is silent for two seconds) and, if the meter states an uncertainty, within
+it. A lost or unknown board must be said to be one, and never be 0 J.
 """
 
 from __future__ import annotations
