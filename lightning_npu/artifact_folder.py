@@ -30,11 +30,16 @@ _DEAD_AFTER_S = 24 * 3600
 
 
 @contextmanager
-def new_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_folder(output: Path, *, overwrite: bool, marker: str = MANIFEST) -> Iterator[Path]:
     """A temporary folder beside ``output`` that takes its place when the block ends well, and vanishes when not.
 
     A process that is killed leaves it behind; the next one that writes the same output removes it. Where ``output``
     is a link to a folder, that folder is replaced and the link stays.
+
+    Args:
+        output: the folder to write.
+        overwrite: replace what is there, if it is a folder of the same kind.
+        marker: the file that every folder of this kind holds; default: that of an artifact.
 
     Raises:
         ArtifactError: ``output`` exists, from the start or meanwhile, and may not be overwritten; it is not an
@@ -44,7 +49,7 @@ def new_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
         output = _destination(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         _tidy(output)
-        _require_free(output, overwrite)
+        _require_free(output, overwrite, marker)
         temporary = _beside(output, "tmp")
         temporary.mkdir()
     except OSError as error:
@@ -54,7 +59,7 @@ def new_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
             temporary = temporary.rename(_beside(output, "new"))
             yield temporary
             _synchronise(temporary)
-            _take_place(temporary, output, overwrite)
+            _take_place(temporary, output, overwrite, marker)
     except Exception as error:
         cause = _write_failure(error, temporary)
         if cause is None:
@@ -77,21 +82,23 @@ def _destination(output: Path) -> Path:
     return output.resolve()
 
 
-def _require_free(output: Path, overwrite: bool) -> None:
+def _require_free(output: Path, overwrite: bool, marker: str) -> None:
     try:
         output.lstat()
     except FileNotFoundError:
         return
     if not overwrite:
         raise ArtifactError(f"{output} exists already.", expected="a new path", remedy=_OTHER_OUTPUT)
-    _require_artifact(output)
+    _require_kind(output, marker)
 
 
-def _require_artifact(output: Path) -> None:
-    if os.path.lexists(output) and not (output / MANIFEST).is_file():
+def _require_kind(output: Path, marker: str) -> None:
+    if os.path.lexists(output) and not (output / marker).is_file():
         raise ArtifactError(
-            f"{output} exists and is not an artifact, so it is not overwritten.",
-            expected="a new path, or a folder with manifest.json",
+            f"{output} exists and is not an artifact, so it is not overwritten."
+            if marker == MANIFEST
+            else f"{output} exists and holds no {marker}, so it is not overwritten.",
+            expected=f"a new path, or a folder with {marker}",
             remedy="choose another output",
         )
 
@@ -99,7 +106,7 @@ def _require_artifact(output: Path) -> None:
 # ---- taking the output's place
 
 
-def _take_place(new: Path, output: Path, overwrite: bool) -> None:
+def _take_place(new: Path, output: Path, overwrite: bool, marker: str) -> None:
     """Put ``new`` where ``output`` is; what is there is moved aside first and deleted last."""
     while not _renamed(new, output):
         if not overwrite or output.is_symlink():
@@ -108,7 +115,7 @@ def _take_place(new: Path, output: Path, overwrite: bool) -> None:
                 expected="nothing there, as when the compilation began",
                 remedy=f"use what is there now, or {_OTHER_OUTPUT}",
             )
-        _require_artifact(output)
+        _require_kind(output, marker)
         with suppress(FileNotFoundError), _held(output):  # not there: another process has just moved it aside
             aside = output.rename(_beside(output, "old"))
             try:
@@ -136,6 +143,9 @@ def _renamed(new: Path, output: Path) -> bool:
 def _synchronise(folder: Path) -> None:
     """On disk before the name is: a crash leaves no half-written artifact."""
     for path in folder.iterdir():
+        if path.is_dir():
+            _synchronise(path)
+            continue
         with path.open("rb+") as stream:
             os.fsync(stream.fileno())
     _synchronise_names(folder)

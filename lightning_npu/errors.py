@@ -54,6 +54,10 @@ class FidelityError(CompileError):
     """The compiled module's outputs are too far from those of the FP32 module."""
 
 
+class CompilerMissingError(CompileError):
+    """The target's compiler is not installed here; what it needs was written, and the message says how to go on."""
+
+
 class InputError(NPUError, ValueError):
     """A caller passed inputs of the wrong count, structure, shape, dtype or value."""
 

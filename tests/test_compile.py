@@ -105,7 +105,7 @@ def test_equal_compilations_have_equal_fingerprints(tmp_path: Path, compiled: np
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "tpu"}, r"no target 'tpu'(.|\n)*\['onnx'\]"),
+        ({"target": "tpu"}, r"no target 'tpu'(.|\n)*\['onnx', 'mobilint'\]"),
         ({"precision": "a4w4"}, r"no precision 'a4w4'(.|\n)*'a8w8'"),
         ({"recipe": "best"}, r"no recipe 'best'(.|\n)*'faithful', 'fast'"),
         ({"batch_size": 0}, "batch_size must be at least 1"),

@@ -41,7 +41,7 @@ def require_independent(flat: FlatModule, outputs: Sequence[TensorSpec], samples
     warnings.warn(
         f"Output '{found[0]}' mixes samples: it is right for calls of exactly {fixed} samples, and wrong for any other "
         "number, which is split and filled up. If another axis counts samples, pass batch_axis=[...] instead.",
-        stacklevel=3,
+        stacklevel=5,
     )
 
 

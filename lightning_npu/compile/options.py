@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from lightning_npu.compile.mobilint_options import MobilintOptions
 from lightning_npu.errors import CompileError, InputError
 
-TARGETS = ("onnx",)
+TARGETS = ("onnx", "mobilint")
 PRECISIONS = ("a8w8", "a16w8", "fp32")
 
 
@@ -48,6 +50,24 @@ def check_options(
             expected="decibels, such as 20.0; None to accept any fidelity",
             got=repr(min_sqnr_db),
         )
+
+
+def check_target(target: str, given: Mapping[str, Any] | None) -> MobilintOptions | None:
+    """The options of target "mobilint"; None for target "onnx", which has none.
+
+    Raises:
+        InputError: options that the target does not have, or wrong values.
+    """
+    if target == "mobilint":
+        return MobilintOptions.from_mapping(given)
+    if given:
+        raise InputError(
+            f"Target '{target}' has no options.",
+            expected="target_options=None",
+            got=repr(given)[:200],
+            remedy="leave target_options out, or say target='mobilint'",
+        )
+    return None
 
 
 def _require_count(option: str, value: Any, expected: str) -> None:

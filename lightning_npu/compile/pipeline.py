@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import logging
-import warnings
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_npu.artifact import Artifact, new_folder, write_manifest
+from lightning_npu.artifact import Artifact, new_folder
+from lightning_npu.compile.build import Prepared, build_artifact, prepare
 from lightning_npu.compile.eligible import require_eligible
-from lightning_npu.compile.flat import FlatModule, resize_batch, tensor_specs
-from lightning_npu.compile.independence import require_independent
-from lightning_npu.compile.options import check_options
-from lightning_npu.compile.samples import Samples, collect, divide
+from lightning_npu.compile.options import check_options, check_target
 from lightning_npu.compile.undisturbed import undisturbed
-from lightning_npu.errors import CompileError
-from lightning_npu.hashing import state_sha256
-from lightning_npu.runtimes.base import Runtime
-from lightning_npu.runtimes.cpu import instruction_set
-
-if TYPE_CHECKING:
-    from lightning_npu.artifact import OutputFidelity
-    from lightning_npu.tensor_spec import TensorSpec
 
 log = logging.getLogger(__name__)
 
 CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, MIN_SQNR_DB = 128, 32, 20.0
-_TOOLS = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy")
-_PROBE_SAMPLES, _PROBE_BYTES = 8, 16 << 20
 
 
 def compile_module(
@@ -53,6 +37,7 @@ def compile_module(
     min_sqnr_db: float | None = MIN_SQNR_DB,
     overwrite: bool = False,
     source: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
 ) -> Artifact:
     """Compile a frozen module into an artifact.
 
@@ -65,8 +50,10 @@ def compile_module(
         calibration: iterable of inputs, each a tensor, a tuple of positional arguments, or a mapping of keyword
             arguments; real data like that of the training. Read until there are enough samples.
         output: path of the artifact folder, by convention ``*.npu``.
-        target: what it is compiled for: "onnx", the embedded default.
-        precision: "a8w8" (8-bit activations and weights), "a16w8", or "fp32".
+        target: what it is compiled for: "onnx", the embedded default, or "mobilint". Where the vendor's compiler is not
+            installed, the latter writes a compile kit beside ``output`` and raises :class:`CompilerMissingError`, which
+            says how to go on; see docs/mobilint.md.
+        precision: "a8w8" (8-bit activations and weights), "a16w8", or "fp32" (target "onnx").
         recipe: "faithful": the numerics of an INT8 accelerator, executed exactly on this processor; "fast": the
             fastest INT8 that this processor has.
         example_kwargs: keyword arguments of the example call.
@@ -78,6 +65,8 @@ def compile_module(
             in it (see :func:`lightning_npu.compile.fidelity.check`); None accepts any.
         overwrite: replace an artifact that is at ``output`` already.
         source: further entries for the manifest's ``source``: ``submodule``, ``cut``.
+        target_options: options of the target; for "mobilint" those of
+            :class:`lightning_npu.compile.mobilint_options.MobilintOptions`.
 
     Returns:
         The artifact, loaded.
@@ -87,6 +76,8 @@ def compile_module(
         CompileError: the module cannot be exported or quantized, or mixes samples along the batch axis.
         FidelityError: an output is below ``min_sqnr_db``.
         ArtifactError: ``output`` exists.
+        CompilerMissingError: the target's compiler is not here; what it needs was written.
+        RuntimeUnavailableError: the target's device is not here to measure fidelity on.
     """
     check_options(
         target=target,
@@ -97,48 +88,40 @@ def compile_module(
         holdout_samples=holdout_samples,
         min_sqnr_db=min_sqnr_db,
     )
+    options = check_target(target, target_options)
     require_eligible(module)
     _say_what_freezes(module)
     output = Path(output)
-    # without fused kernels, also where it is compared: they zero what a padding mask hides, which ONNX does not
-    with undisturbed(module, fused_attention=False), new_folder(output, overwrite=overwrite) as folder:
-        flat = FlatModule(module, tuple(example_inputs), dict(example_kwargs or {})).eval()
-        inputs, outputs = tensor_specs(flat, batch_axis=batch_axis, batch_size=batch_size)
-        samples = collect(calibration, flat.signature, inputs, limit=calibration_samples + holdout_samples)
-        calibrating, judging = divide(samples, holdout=holdout_samples, calibrating=calibration_samples)
-        require_independent(flat, outputs, samples)
-        roles, report, reached = _build(flat, inputs, outputs, calibrating, folder, precision, recipe)
-        _warn_of_surprises(flat, precision, reached, report)
-        fidelity = _judge(flat, folder / roles["model"], inputs, outputs, judging)
-        if min_sqnr_db is not None:
-            from lightning_npu.compile.fidelity import check
+    given = source or {}
 
-            check(fidelity, min_sqnr_db=min_sqnr_db, recipe=report["name"], precision=reached)
-        if _save_probe(judging, folder / "probe.npz"):
-            roles["probe"] = "probe.npz"
-        content = {
-            "target": target,
-            "precision": reached,
-            "recipe": report,
-            "inputs": [spec.to_json() for spec in inputs],
-            "outputs": [spec.to_json() for spec in outputs],
-            "signature": flat.signature.to_json(),
-            "structure": flat.structure.to_json(),
-            "source": _source(module, source or {}),
-            "calibration": {
-                "samples": calibrating.count,
-                "holdout_samples": judging.count,
-                "sha256": calibrating.sha256(),
-            },
-            "fidelity": {
-                "runtime": "onnx",
-                "instruction_set": instruction_set(),
-                "min_sqnr_db": min_sqnr_db,
-                "outputs": {name: figures.to_json() for name, figures in fidelity.items()},
-            },
-            "tools": {"lightning-npu": version("lightning-npu"), **{tool: version(tool) for tool in _TOOLS}},
-        }
-        write_manifest(folder, content, roles)
+    def prepared(taken: nn.Module) -> Prepared:
+        return prepare(
+            taken,
+            example_inputs,
+            example_kwargs or {},
+            calibration,
+            batch_size=batch_size,
+            batch_axis=batch_axis,
+            calibration_samples=calibration_samples,
+            holdout_samples=holdout_samples,
+        )
+
+    def build(made: Prepared, folder: Path) -> None:
+        build_artifact(
+            made, folder, precision=precision, recipe=recipe, min_sqnr_db=min_sqnr_db, module=module, source=given
+        )
+
+    # without fused kernels, also where it is compared: they zero what a padding mask hides, which ONNX does not
+    if options is not None:
+        from lightning_npu.compile.mobilint import compile_for_mobilint
+
+        with undisturbed(module, fused_attention=False):
+            kit = compile_for_mobilint(
+                module, prepared, build, output, options, precision=precision, overwrite=overwrite
+            )
+        return kit
+    with undisturbed(module, fused_attention=False), new_folder(output, overwrite=overwrite) as folder:
+        build(prepared(module), folder)
     return Artifact.load(output)
 
 
@@ -151,142 +134,3 @@ def _say_what_freezes(module: nn.Module) -> None:
             trained,
             type(module).__name__,
         )
-
-
-def _warn_of_surprises(flat: FlatModule, precision: str, reached: str, report: Mapping[str, Any]) -> None:
-    name = type(flat.module).__name__
-    if reached != precision:
-        warnings.warn(
-            f"{precision} was asked for, but the artifact of {name} is {reached}: these operators stay in floating "
-            f"point: {dict(report['float_nodes'])}.",
-            stacklevel=3,
-        )
-    if flat.written:
-        warnings.warn(
-            f"{name} changes its input {', '.join(flat.written)} in place. The compiled module gives the same outputs, "
-            "but leaves its inputs as they are.",
-            stacklevel=3,
-        )
-
-
-def _build(
-    flat: FlatModule,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    calibrating: Samples,
-    folder: Path,
-    precision: str,
-    recipe: str,
-) -> tuple[dict[str, str], dict[str, Any], str]:
-    """Export, and quantize unless FP32 is asked for; gives the files by role, the recipe's report, the precision."""
-    from lightning_npu.compile.export import export_onnx
-
-    reference = folder / "reference.onnx"
-    fixed = next((spec.static_batch for spec in inputs if spec.static_batch is not None), None)
-    example = flat.example
-    if fixed is not None:
-        example = resize_batch(example, [spec.batch_axis for spec in inputs], fixed)
-    exported = export_onnx(
-        flat,
-        example,
-        reference,
-        inputs=inputs,
-        outputs=outputs,
-        check_batches=(1, 2, 3) if fixed is None else (fixed,),
-    )
-    export_facts = {"opset": exported.opset, "max_abs_error": dict(exported.max_abs_error)}
-    if precision == "fp32":
-        roles = {"model": reference.name, "reference": reference.name}
-        return roles, {"name": "fp32", "export": export_facts}, "fp32"
-    from lightning_npu.compile.quantize import quantize_onnx
-
-    names = [spec.name for spec in inputs]
-    feeds = (
-        {name: _finite(tensor).numpy() for name, tensor in zip(names, batch, strict=True)}
-        for batch in calibrating.batches(fixed or 8)
-    )
-    report = quantize_onnx(reference, folder / "model.onnx", feeds, recipe=recipe, precision=precision)
-    facts = {"name": report.recipe, "export": export_facts, **report.to_json()}
-    return {"model": "model.onnx", "reference": reference.name}, facts, report.precision
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    """A mask's -inf as the least number there is, which a softmax makes the same of, and ranges can be taken from."""
-    return tensor.clamp_min(torch.finfo(tensor.dtype).min) if tensor.is_floating_point() else tensor
-
-
-class _TorchReference(Runtime):
-    """The FP32 module itself, as what a candidate is compared to."""
-
-    name: ClassVar[str] = "torch"
-    targets: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, flat: FlatModule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        self.flat, self.inputs, self.outputs = flat, tuple(inputs), tuple(outputs)
-        self.fingerprint, self.device = "", "CPU"
-
-    @classmethod
-    def available(cls) -> str:
-        """Always: torch is here."""
-        return "ok: torch"
-
-    @classmethod
-    def open(cls, artifact: Artifact, *, device_index: int | None = None, **options: Any) -> Runtime:
-        """Not from an artifact: it is made from a module."""
-        raise CompileError("The torch reference is made from a module, not from an artifact.")
-
-    def run(self, inputs: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Run the module."""
-        with torch.no_grad():
-            return [tensor.detach().cpu() for tensor in self.flat(*(self._place(t) for t in inputs))]
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.flat.example[0].device)
-
-
-def _judge(
-    flat: FlatModule,
-    model: Path,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    judging: Samples,
-) -> dict[str, OutputFidelity]:
-    from lightning_npu.compile.fidelity import measure
-    from lightning_npu.runtimes.onnx import OnnxRuntime
-
-    fixed = next((spec.static_batch for spec in inputs if spec.static_batch is not None), None)
-    runtime = OnnxRuntime(model, inputs, outputs)
-    try:
-        return measure(_TorchReference(flat, inputs, outputs), runtime, judging.batches(fixed or 8))
-    finally:
-        runtime.close()
-
-
-def _save_probe(judging: Samples, path: Path) -> bool:
-    """Keep a few judging samples, so that another machine can measure again; none where one sample is too large."""
-    import numpy as np
-
-    per_sample = sum(t.numel() * t.element_size() for t in judging.tensors) // judging.count
-    count = min(_PROBE_SAMPLES, judging.count, _PROBE_BYTES // max(1, per_sample))
-    if count == 0:
-        return False
-    part = judging.spread(count)
-    with zipfile.ZipFile(path, "w") as archive:  # np.savez takes no input that is called "file"
-        for spec, tensor in zip(part.specs, part.tensors, strict=True):
-            with archive.open(f"{spec.name}.npy", "w", force_zip64=True) as stream:
-                np.lib.format.write_array(stream, tensor.contiguous().numpy(), allow_pickle=False)
-    return True
-
-
-def _source(module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "module": f"{type(module).__module__}.{type(module).__qualname__}",
-        "submodule": None,
-        "cut": None,
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "state": state_sha256(module),
-        **given,
-    }

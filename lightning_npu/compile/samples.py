@@ -158,7 +158,7 @@ def divide(samples: Samples, *, holdout: int, calibrating: int | None = None) ->
         warnings.warn(
             f"Fidelity is judged on samples that calibrated: {again} of the {kept} last calibration samples occur "
             f"among the {used.count} first, too. Give more varied calibration data, not a batch that repeats.",
-            stacklevel=3,
+            stacklevel=5,
         )
     return used, judging
 
