@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,7 @@ def check_asynchronous(model: Any, ports: Sequence[Port], in_flight: int) -> Non
     samples = [[_random(random, port) for port in ports] for _ in range(in_flight)]
     right = [list(model.infer_hwc(sample)) for sample in samples]
     for round_number in range(_ROUNDS):
-        futures = [model.infer_async(sample) for sample in samples]
-        for index, (future, expected) in enumerate(zip(futures, right, strict=True)):
-            found = future.get()
+        for index, (found, expected) in enumerate(zip(_all_at_once(model, samples), right, strict=True)):
             if not _equal(found, expected):
                 raise RuntimeUnavailableError(
                     f"Asynchronous calls compute something else on this device: image {index} of {in_flight} in "
@@ -47,6 +46,22 @@ def check_asynchronous(model: Any, ports: Sequence[Port], in_flight: int) -> Non
                     got=_difference(found, expected),
                     remedy="leave asynchronous out; threads with synchronous calls keep all cores busy as well",
                 )
+
+
+def _all_at_once(model: Any, samples: Sequence[list[Any]]) -> list[list[Any]]:
+    """The results of all samples in flight together; none is in flight any more when this ends, however it ends."""
+    futures: list[Any] = []
+    results: list[list[Any]] = []
+    try:
+        for sample in samples:
+            futures.append(model.infer_async(sample))  # those before one that fails are waited for
+        for future in futures:
+            results.append(list(future.get()))
+    finally:
+        for future in futures[len(results) :]:
+            with suppress(Exception):  # the first failure is the one that is told; asking it twice does no harm
+                future.get()
+    return results
 
 
 def _random(random: np.random.Generator, port: Port) -> Any:
