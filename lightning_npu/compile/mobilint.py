@@ -25,7 +25,7 @@ from lightning_npu.hashing import state_sha256
 
 def kit_path(output: Path) -> Path:
     """Where the kit of an artifact is written: "encoder.npu" has "encoder.kit"."""
-    return output.with_suffix(".kit")
+    return output.with_name(f"{output.name.removesuffix('.npu')}.kit")
 
 
 def compile_for_mobilint(

@@ -70,6 +70,22 @@ def check_target(target: str, given: Mapping[str, Any] | None) -> MobilintOption
     return None
 
 
+def check_offload_target(target: str, given: Mapping[str, Any] | None) -> None:
+    """As :func:`check_target`, for a submodule that the model goes on calling as before.
+
+    Raises:
+        InputError: also where what the submodule takes would change.
+    """
+    options = check_target(target, given)
+    if options is not None and options.normalize is not None:
+        raise InputError(
+            "normalize changes what the submodule takes, and the model would go on giving it normalised images.",
+            expected="target_options without 'normalize'",
+            remedy="let the submodule itself take uint8 frames and normalise them first: that is recognised; or compile "
+            "by hand with compile_module and give NPUFrozenModule the frames",
+        )
+
+
 def _require_count(option: str, value: Any, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InputError(f"{option} must be at least 1.", expected=expected, got=repr(value))
