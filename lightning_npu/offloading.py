@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_npu.artifact import MANIFEST, Artifact
 from lightning_npu.compile.capture import Call, capture_inputs
-from lightning_npu.compile.options import check_options
+from lightning_npu.compile.options import check_offload_target, check_options
 from lightning_npu.compile.pipeline import CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, MIN_SQNR_DB, compile_module
 from lightning_npu.compile.reuse import require_same
 from lightning_npu.compile.split import split_module
@@ -68,7 +68,9 @@ def offload(
         calibration: loader of the model's own batches, or ready inputs of the submodule; real data.
         cut: dotted name, inside the submodule, of the last part to offload; what follows stays in torch, frozen.
             None offloads all of it.
-        target: what to compile for.
+        target: what to compile for: "onnx" or "mobilint". Without the vendor's compiler the latter writes a compile
+            kit and raises ``CompilerMissingError``; the model is as before, and once the kit's artifact is at
+            ``output``, the same call takes it.
         precision: "a8w8", "a16w8" or "fp32".
         output: path of the artifact folder; default: ``lightning_npu_artifacts/`` in the working directory, under a
             name made from the submodule, the cut and the weights.
@@ -86,7 +88,7 @@ def offload(
 
     Raises:
         InputError: no such submodule, or calibration data that never reaches it.
-        CompileError: it cannot be cut, exported or quantized.
+        CompileError: it cannot be cut, exported or quantized; or the target's compiler is not here.
         FidelityError: the result is too far from FP32.
         ArtifactError: ``output`` holds an artifact of something else.
     """
@@ -97,6 +99,7 @@ def offload(
         raise InputError("on_failure is wrong.", expected=f"one of {POLICIES}", got=repr(on_failure))
     checked = {name: value for name, value in options.items() if name in _CHECKED}
     check_options(target=target, precision=precision, **checked)
+    check_offload_target(target, options.get("target_options"))
     if runtime != "auto":
         runtime_class(runtime)  # a wrong name is told before the work of compiling
     allow_residual = options.pop("allow_residual", False)
@@ -179,6 +182,7 @@ def _made_from(
         "target": target,
         "precision": precision,
         **{key: repr(options.get(key, defaults[key].default)) for key in ("recipe", "batch_size", "batch_axis")},
+        **({"target_options": repr(options["target_options"])} if options.get("target_options") else {}),
     }
 
 
