@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_npu import forward_gradient as forward_gradient
     from lightning_npu import metrics as metrics
     from lightning_npu import power as power
     from lightning_npu import runtimes as runtimes
@@ -49,7 +50,7 @@ _PUBLIC = {
     "split_module": "compile.split",
     "wandb_workspace": "report",
 }
-_MODULES = ("metrics", "power", "runtimes")
+_MODULES = ("forward_gradient", "metrics", "power", "runtimes")
 
 __all__ = [*sorted(_PUBLIC), *_MODULES]
 

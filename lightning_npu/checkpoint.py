@@ -95,7 +95,7 @@ def load(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
     mine = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     state = mine.pop(EXTRA, None)
     if state is not None:
-        compare(module, state)
+        module.set_extra_state(state)
     originals = {name: value for name, value in mine.items() if isinstance(value, Tensor)}
     if originals:
         _compare_weights(module, originals)

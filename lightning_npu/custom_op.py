@@ -24,14 +24,14 @@ def register(module: NPUFrozenModule) -> int:
 
 
 @torch.library.custom_op("lightning_npu::encode", mutates_args=())
-def encode(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> list[Tensor]:
+def encode(tensors: list[Tensor], handle: int, dtype: torch.dtype, ahead: bool) -> list[Tensor]:
     """Encode a batch with the module of this number; graph compilers see its shapes only."""
-    module = _modules[handle]
-    return [output if output.is_contiguous() else output.contiguous() for output in module.encode(tensors, dtype)]
+    outputs = _modules[handle].encode(tensors, dtype, ahead=ahead)
+    return [output if output.is_contiguous() else output.contiguous() for output in outputs]
 
 
 @encode.register_fake
-def _encode_shapes(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> list[Tensor]:
+def _encode_shapes(tensors: list[Tensor], handle: int, dtype: torch.dtype, ahead: bool) -> list[Tensor]:
     module = _modules[handle]
     batch: Any = next(
         (t.shape[s.batch_axis] for s, t in zip(module._inputs, tensors, strict=True) if s.batch_axis is not None),
@@ -43,3 +43,30 @@ def _encode_shapes(tensors: list[Tensor], handle: int, dtype: torch.dtype) -> li
         kind = dtype if spec.torch_dtype.is_floating_point else spec.torch_dtype
         outputs.append(torch.empty(shape, dtype=kind, device=tensors[0].device))
     return outputs
+
+
+@torch.library.custom_op("lightning_npu::vjp", mutates_args=())
+def vjp(tensors: list[Tensor], gradients: list[Tensor], handle: int, wanted: list[bool]) -> list[Tensor]:
+    """Estimate the gradient of the inputs of the module of this number from that of its outputs; wanted ones only."""
+    estimates = _modules[handle].vjp(tensors, gradients, wanted)
+    return [estimate.contiguous() for estimate in estimates if estimate is not None]
+
+
+@vjp.register_fake
+def _vjp_shapes(tensors: list[Tensor], gradients: list[Tensor], handle: int, wanted: list[bool]) -> list[Tensor]:
+    pairs = zip(tensors, wanted, strict=True)
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor, want in pairs if want]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.handle, _, _ = inputs
+    ctx.wanted = [tensor.requires_grad for tensor in tensors]
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    estimates = iter(vjp(list(ctx.saved_tensors), list(gradients), ctx.handle, ctx.wanted))
+    return [next(estimates) if want else None for want in ctx.wanted], None, None, None
+
+
+encode.register_autograd(_backward, setup_context=_keep)

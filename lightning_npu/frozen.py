@@ -16,6 +16,8 @@ from lightning_npu.errors import InputError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from lightning_npu.forward_gradient.vjp import VectorJacobian
+
 
 class FrozenModule(nn.Module):
     """Abstract. Stays in eval mode, cannot be trained, and leaves its identity in checkpoints instead of weights.
@@ -33,6 +35,7 @@ class FrozenModule(nn.Module):
     _device: torch.device
     _dtype: torch.dtype
     _tail_state: dict[str, str]
+    _gradient: VectorJacobian | None
 
     def _freeze(self, tail: nn.Module | None, reference: nn.Module | None) -> None:
         self._device, self._dtype = torch.device("cpu"), torch.float32
@@ -102,7 +105,8 @@ class FrozenModule(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What a checkpoint keeps instead of weights: primitives only."""
-        return checkpoint.extra_state(self)
+        state = checkpoint.extra_state(self)
+        return state if self._gradient is None else {**state, "gradient": self._gradient.state()}
 
     def set_extra_state(self, state: Any) -> None:
         """Refuse a checkpoint of another artifact or tail.
@@ -111,6 +115,8 @@ class FrozenModule(nn.Module):
             ArtifactError: with both fingerprints.
         """
         checkpoint.compare(self, state)
+        if self._gradient is not None and "gradient" in state:
+            self._gradient.restore(state["gradient"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         checkpoint.load(self, state_dict, prefix)

@@ -20,6 +20,7 @@ from lightning_npu.compile.reuse import require_same
 from lightning_npu.compile.split import split_module
 from lightning_npu.errors import ArtifactError, InputError
 from lightning_npu.failover import POLICIES
+from lightning_npu.forward_gradient.bridge import Bridge
 from lightning_npu.hashing import digest, state_sha256, tensor_sha256
 from lightning_npu.module import NPUFrozenModule
 from lightning_npu.runtimes.base import runtime_class
@@ -46,6 +47,7 @@ def offload(
     device_index: int | None = None,
     keep_reference: bool = False,
     on_failure: str = "raise",
+    gradient: str | Bridge | None = None,
     **options: Any,
 ) -> NPUFrozenModule:
     """Compile a frozen submodule and swap it in place; the model's own code does not change.
@@ -80,6 +82,8 @@ def offload(
         device_index: which device, where the runtime has several.
         keep_reference: keep the FP32 head in torch beside the artifact, frozen, for ``Prefetch(balance=...)``.
         on_failure: "raise", or "reference": keep the FP32 head too, and let it take over when the device fails.
+        gradient: "forward" or a :class:`forward_gradient.Bridge`: what lies before the submodule can be trained, by an
+            estimate of the gradient from further forward calls.
         **options: further options of :func:`compile_module`: ``recipe``, ``batch_size``, ``min_sqnr_db``, ...; and
             ``allow_residual`` of :func:`split_module`.
 
@@ -97,6 +101,7 @@ def offload(
         return original
     if on_failure not in POLICIES:
         raise InputError("on_failure is wrong.", expected=f"one of {POLICIES}", got=repr(on_failure))
+    Bridge.of(gradient)  # wrong options are told before the work of compiling
     checked = {name: value for name, value in options.items() if name in _CHECKED}
     check_options(target=target, precision=precision, **checked)
     check_offload_target(target, options.get("target_options"))
@@ -133,6 +138,7 @@ def offload(
         tail=tail,
         reference=head if keep_reference or on_failure == "reference" else None,
         on_failure=on_failure,
+        gradient=gradient,
     )
     parameter = next(original.parameters(), None)
     if parameter is not None:

@@ -20,6 +20,7 @@ from lightning_npu.lookahead.tags import Fetched, Request, Tag, Tags, edits
 from lightning_npu.worker import Pending
 
 if TYPE_CHECKING:
+    from lightning_npu.device_calls import DeviceModule
     from lightning_npu.module import NPUFrozenModule
 
 log = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ class Ahead:
 
     # ---- answering
 
-    def redeem(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> Pending | None:
+    def redeem(self, module: DeviceModule, tensors: Sequence[Tensor]) -> Pending | None:
         """What was requested for these very tensors, or None: then the call is a miss."""
         request, cause = self._find(module, tensors)
         if request is None:
@@ -238,7 +239,7 @@ class Ahead:
         self.depth.bound(batch_bytes)
         self.depth.step(self.statistics.wait_s, idle_s, time.monotonic())
 
-    def _find(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> tuple[Request | None, str]:
+    def _find(self, module: DeviceModule, tensors: Sequence[Tensor]) -> tuple[Request | None, str]:
         tags = [self.device.get(tensor) or self.host.get(tensor) for tensor in tensors]
         known = [tag for tag in tags if tag is not None]
         if len(known) < len(tags) or len({id(tag.batch) for tag in known}) != 1:
@@ -259,7 +260,7 @@ class Ahead:
             return None, "edited"
         return request, ""
 
-    def _find_by_value(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> tuple[Request | None, str]:
+    def _find_by_value(self, module: DeviceModule, tensors: Sequence[Tensor]) -> tuple[Request | None, str]:
         """Requests that ``inputs`` made hold what they were computed from; equal values have equal features."""
         if not any(self.modules[name] is module for name in self.inputs):
             return None, "not_a_batch_leaf"
