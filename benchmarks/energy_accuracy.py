@@ -95,13 +95,19 @@ def measure(rounds: tuple[int, ...], tools: tuple[str, ...]) -> list[dict[str, A
                 print(f"{tool} cannot be made: {worker.raised}\n{worker.words()[-500:]}")
         start = time.monotonic() + SETTLE_S
         plan = schedule(rounds)
-        print(f"{len(plan)} windows, {plan[-1][1]:.0f} s, load {os.getloadavg()[0]:.2f}, tools: {len(workers)}")
+        print(
+            f"{len(plan)} windows, {plan[-1][1]:.0f} s, tools: {len(workers)}, machine's load {os.getloadavg()[0]:.2f}"
+        )
         for number, worker in enumerate(workers):
             shift = start + 0.011 * number  # so that they do not all want the processor at the same moment
             worker.run([(t0 + shift, t1 + shift) for t0, t1 in plan], rest_s=1.5)
         for worker in workers:
             for (t0, t1), window in zip(plan, worker.results(), strict=True):
                 rows += _rows(worker.tool, round(t1 - t0, 3), window, stubs)
+    if os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1):
+        print(
+            f"The machine is busy (load {os.getloadavg()[0]:.1f}): windows of 0.1 s say more about that than about meters."
+        )
     return rows
 
 
