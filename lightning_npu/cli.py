@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_npu.errors import NPUError
+from lightning_npu.errors import CompilerMissingError, NPUError
 
 if TYPE_CHECKING:
     from lightning_npu.artifact import Artifact, OutputFidelity
+
+
+_UNFINISHED = 3
+CORE_MODES = ("single", "global4", "global8", "all")
 
 
 class _Group(click.Group):
@@ -22,6 +26,9 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except CompilerMissingError as error:  # all that can be done here was done
+            click.echo(f"{error}", err=True)
+            ctx.exit(_UNFINISHED)
         except NPUError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(1)
@@ -55,60 +62,48 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command("compile")
-@click.argument("module", metavar="MODULE:NAME")
+@click.argument("module", metavar="[MODULE:NAME]", required=False)
 @click.option(
     "--calibration",
-    required=True,
     metavar="FILE|MODULE:NAME",
     help="An .npy file (one input), an .npz file (one array per input, by name), or a Python object or function "
     "that gives an iterable of inputs.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The artifact folder to write.")
 @click.option("--cut", help="Dotted name of the last submodule to compile; what follows stays in torch.")
-@click.option("--target", default="onnx", show_default=True, help="What to compile for.")
+@click.option(
+    "--target", default="onnx", show_default=True, type=click.Choice(["onnx", "mobilint"]), help="What to compile for."
+)
 @click.option("--precision", default="a8w8", show_default=True, type=click.Choice(["a8w8", "a16w8", "fp32"]))
 @click.option("--recipe", default="faithful", show_default=True, type=click.Choice(["faithful", "fast"]))
 @click.option("--batch-size", type=click.IntRange(min=1), help="Fix the batch; default: dynamic.")
 @click.option("--min-sqnr-db", default=20.0, show_default=True, help="The least SQNR of every output, in dB.")
-@click.option("--overwrite", is_flag=True, help="Replace an artifact that is there already.")
+@click.option("--overwrite", is_flag=True, help="Replace an artifact or compile kit that is there already.")
+@click.option("--core-mode", type=click.Choice(CORE_MODES), help="mobilint: the core mode of the MXQ; default: single.")
+@click.option("--score-bits", type=click.Choice(["8", "16"]), help="mobilint: bits of attention scores; default: 8.")
+@click.option("--mean", metavar="R,G,B", help="mobilint: take raw uint8 frames; the mean of (x / 255 - mean) / std.")
+@click.option("--std", metavar="R,G,B", help="mobilint: the standard deviation that goes with --mean.")
+@click.option(
+    "--finish", type=click.Path(path_type=Path), metavar="KIT/model.mxq", help="Make an artifact of this MXQ."
+)
+@click.option("--no-fidelity", is_flag=True, help="mobilint: make an artifact without measuring on the board.")
 def compile_command(
-    module: str,
-    calibration: str,
-    output: Path,
-    cut: str | None,
-    target: str,
-    precision: str,
-    recipe: str,
-    batch_size: int | None,
-    min_sqnr_db: float,
-    overwrite: bool,
+    module: str | None, calibration: str | None, output: Path, finish: Path | None, overwrite: bool, **options: Any
 ) -> None:
     """Compile an nn.Module, or the function of no arguments that builds one, into an artifact.
 
     MODULE:NAME is imported with the working directory on the path, as in `my_package.policy:build_encoder`.
-    """
-    from lightning_npu.cli_data import build_module, calibration_batches, example
-    from lightning_npu.compile import compile_module
-    from lightning_npu.compile.split import split_module
 
-    built = build_module(module)
-    first, batches = calibration_batches(calibration)
-    args, kwargs = example(first)
-    head = built if cut is None else split_module(built, cut, args, example_kwargs=kwargs)[0]
-    artifact = compile_module(
-        head,
-        args,
-        example_kwargs=kwargs,
-        calibration=batches,
-        output=output,
-        target=target,
-        precision=precision,
-        recipe=recipe,
-        batch_size=batch_size,
-        min_sqnr_db=min_sqnr_db,
-        overwrite=overwrite,
-        source={"cut": cut},
-    )
+    For `--target mobilint` where the vendor's compiler is not installed, a compile kit is written beside the artifact's
+    place, and the command ends with status 3; `--finish KIT/model.mxq` makes the artifact of what the kit's compile.py
+    wrote, and takes neither a module nor calibration data.
+    """
+    from lightning_npu.cli_compile import compile_module_named, finish_kit
+
+    if finish is not None:
+        artifact = finish_kit(finish, module, calibration, output, overwrite, options)
+    else:
+        artifact = compile_module_named(module, calibration, output, overwrite, options)
     click.echo(_describe(artifact))
 
 
@@ -150,6 +145,10 @@ def _measure(artifact: Artifact) -> tuple[str, Mapping[str, OutputFidelity] | No
         runtime.close()
 
 
+def _elsewhere(judged: str, here: str) -> str:
+    return "" if judged == here else f"; NOT measured on this machine ({here}): use --measure"
+
+
 def _counts(nodes: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(nodes.items()))
 
@@ -160,8 +159,7 @@ def _describe(artifact: Artifact) -> str:
 
     manifest = artifact.manifest
     source, judged = manifest["source"], manifest["fidelity"]
-    here = instruction_set()
-    elsewhere = "" if judged["instruction_set"] == here else f"; NOT measured on this machine ({here}): use --measure"
+    elsewhere = _elsewhere(judged["instruction_set"], instruction_set())
     lines = [
         f"{artifact.path}",
         f"  fingerprint  {artifact.fingerprint}",
@@ -179,6 +177,23 @@ def _describe(artifact: Artifact) -> str:
         lines += [f"    {spec.name:<16} {spec.dtype:<8} {spec.describe_shape()}" for spec in specs]
     lines.append("  files")
     lines += [f"    {role:<16} {entry['path']} ({entry['bytes']:,} bytes)" for role, entry in manifest["files"].items()]
+    if (section := manifest.get("mobilint")) is not None:
+        lines.append(f"  mobilint     {_build(section)}")
+    if not artifact.fidelity:
+        lines.append("  fidelity     not measured: it is when a device first opens the artifact, or with --measure")
+        return "\n".join(lines)
     lines.append(f"  fidelity, through '{judged['runtime']}' on {judged['instruction_set']}{elsewhere}")
     lines += [f"    {line}" for line in format_table(artifact.fidelity).splitlines()]
     return "\n".join(lines)
+
+
+def _build(section: Mapping[str, Any]) -> str:
+    """How the MXQ was built, in one line."""
+    compiler, bits = section["compiler"], section["bits"]
+    wide = sorted(name for name, value in bits["activation"].items() if value != 8)
+    wide += [f"{len(bits['score_layers'])} products of queries and keys"] * bool(bits["score_layers"])
+    return (
+        f"{section['file']} by {compiler['name']} {compiler['version']} for {compiler['target_device']}, core mode "
+        f"{section['core_mode']}, {'16 bits in ' + ', '.join(wide) if wide else '8 bits throughout'}; inputs "
+        + ", ".join(f"{entry['dtype']} {entry['shape']}" for entry in section["inputs"])
+    )

@@ -95,7 +95,7 @@ def export_for_mobilint(
     """Write the head as one ONNX file for the compiler, checked against its rules and against torch.
 
     Args:
-        flat: the head, in eval mode, on the CPU, without fused attention kernels.
+        flat: the head, in eval mode, without fused attention kernels.
         inputs: what it takes; float32 or uint8.
         outputs: what it gives.
         samples: real inputs, to compare with.
@@ -165,7 +165,8 @@ def _trace(
 ) -> int:
     """Trace one sample by the exporter that the vendor's tutorials use; gives the number of attentions."""
     first = samples.part(0, 1).tensors
-    example = tuple(tensor.reshape(_traced_shape(spec)) for tensor, spec in zip(first, inputs, strict=True))
+    device = flat.example[0].device
+    example = tuple(tensor.reshape(_traced_shape(spec)).to(device) for tensor, spec in zip(first, inputs, strict=True))
     explicit = ExplicitAttention()
     try:
         with torch.no_grad(), explicit, quiet(), warnings.catch_warnings():
@@ -239,7 +240,7 @@ def _compare(
                 tensor if spec.batch_axis is None else tensor.narrow(spec.batch_axis, index, 1)
                 for spec, tensor in zip(inputs, few.tensors, strict=True)
             ]
-            wanted = flat(*one)
+            wanted = [tensor.cpu() for tensor in flat(*(tensor.to(flat.example[0].device) for tensor in one))]
         results = session.run([spec.name for spec in outputs], feeds)
         for spec, expected, result in zip(outputs, wanted, results, strict=True):
             reference = expected.reshape(_traced_shape(spec)).double().numpy()

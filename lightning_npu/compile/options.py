@@ -81,8 +81,8 @@ def check_offload_target(target: str, given: Mapping[str, Any] | None) -> None:
         raise InputError(
             "normalize changes what the submodule takes, and the model would go on giving it normalised images.",
             expected="target_options without 'normalize'",
-            remedy="let the submodule itself take uint8 frames and normalise them first: that is recognised; or compile "
-            "by hand with compile_module and give NPUFrozenModule the frames",
+            remedy="let the submodule itself take uint8 frames and normalise them first: that is recognised; or "
+            "compile by hand with compile_module and give NPUFrozenModule the frames",
         )
 
 
