@@ -104,10 +104,8 @@ def measure(rounds: tuple[int, ...], tools: tuple[str, ...]) -> list[dict[str, A
         for worker in workers:
             for (t0, t1), window in zip(plan, worker.results(), strict=True):
                 rows += _rows(worker.tool, round(t1 - t0, 3), window, stubs)
-    if os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1):
-        print(
-            f"The machine is busy (load {os.getloadavg()[0]:.1f}): windows of 0.1 s say more about that than about meters."
-        )
+    if (load := os.getloadavg()[0]) > 0.75 * (os.cpu_count() or 1):
+        print(f"The machine is busy (load {load:.1f}): windows of 0.1 s tell more about that than about meters.")
     return rows
 
 
