@@ -287,8 +287,7 @@ def test_a_killed_helper_is_started_anew(source: FolderSource, caplog: pytest.Lo
             see_a_period(monitor, source)
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: not alive(first), "the first helper is gone")
-            second = helper_of(monitor)
-            assert second != first
+            wait_until(lambda: helper_of(monitor) != first, "a second one reads")
             time.sleep(0.5)  # the window's second half
         window.settle()
         assert monitor.health()[source.key]["reader"] == "process"
