@@ -1,0 +1,104 @@
+"""Probing float weights: in place and from seeds, so that no copy of a direction or of the weights is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_npu.forward_gradient.estimators import coefficients
+from lightning_npu.forward_gradient.weights import Place, ProbedWeights, Recipe
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class FloatWeights(ProbedWeights):
+    """Adds and subtracts directions in place; float32 comes back to within its rounding.
+
+    Narrower weights would not: of them a copy is kept for the length of the step.
+    """
+
+    def __init__(self, places: Sequence[Place], recipe: Recipe, seed: int, step: int) -> None:
+        super().__init__(places, recipe, seed, step)
+        self._at: tuple[int, int] | None = None  # probe and sign
+        self._ascent: tuple[int, float] | None = None  # probe and signed distance
+        self._home = {p.index: p.parameter.detach().clone() for p in places if p.parameter.dtype in _NARROW}
+
+    def perturb(self, probe: int, sign: int) -> None:
+        """Move there, from the same probe's other end in one go."""
+        if self._at is not None and self._at[0] != probe:
+            self.restore()
+        here = self._at[1] if self._at is not None else 0
+        self._at = (probe, sign)
+        self._add(probe, [(sign - here) * float(place.group["eps"]) for place in self.places])
+
+    def restore(self) -> None:
+        """Move back to where the probes start."""
+        if self._at is not None:
+            (probe, sign), self._at = self._at, None
+            self._add(probe, [-sign * float(place.group["eps"]) for place in self.places])
+
+    def ascend(self, probe: int, sign: int, distance: float) -> None:
+        """Move along ``probe`` and let the probes start there."""
+        self._ascent = (probe, sign * distance)
+        self._add(probe, [sign * distance] * len(self.places))
+
+    def return_home(self) -> None:
+        """Undo probe and ascent."""
+        self.restore()
+        if self._ascent is not None:
+            (probe, distance), self._ascent = self._ascent, None
+            self._add(probe, [-distance] * len(self.places))
+        for place in self.places:
+            if place.index in self._home:
+                place.parameter.copy_(self._home[place.index])
+
+    def update(self, differences: Sequence[float], estimator: str) -> None:
+        """Gradient descent along the estimate, tensor by tensor."""
+        for place in self.places:
+            weights = coefficients(differences, estimator=estimator, eps=float(place.group["eps"]))
+            estimate = torch.zeros_like(place.parameter, dtype=torch.float32)
+            for probe, weight in enumerate(weights):
+                drawn = self._direction(place, probe)
+                if self.recipe.kernel_norm:
+                    weight *= self.relative(place, float(place.parameter.norm()), float(drawn.norm()))
+                estimate.add_(drawn, alpha=weight)
+            if self.recipe.guide is not None:
+                self._remember(place, estimate)
+            place.parameter.add_(
+                self._smoothed(place, estimate).to(place.parameter.dtype), alpha=-float(place.group["lr"])
+            )
+
+    def _add(self, probe: int, amounts: Sequence[float]) -> None:
+        for place, amount in zip(self.places, amounts, strict=True):
+            place.parameter.add_(self._direction(place, probe).to(place.parameter.dtype), alpha=amount)
+
+    def _direction(self, place: Place, probe: int) -> Tensor:
+        drawn = self.random(place, probe)
+        if self.recipe.guide is not None and "guide" in place.state:
+            beta, alpha = self.recipe.guide
+            # beta N(0, alpha) + (1 - beta) N(guide, 1 - alpha), scaled so that elements keep a variance of one
+            spread = beta**2 * alpha + (1 - beta) ** 2 * (1 - alpha)
+            size = (spread + (1 - beta) ** 2) ** 0.5
+            drawn = drawn.mul_(spread**0.5 / size).add_(place.state["guide"], alpha=(1 - beta) / size)
+        mask = self.mask(place)
+        return drawn if mask is None else drawn.mul_(mask)
+
+    def _remember(self, place: Place, estimate: Tensor) -> None:
+        size = estimate.square().mean().sqrt()
+        if float(size) > 0:
+            place.state["guide"] = estimate / size
+
+    def _smoothed(self, place: Place, estimate: Tensor) -> Tensor:
+        """The mean over past estimates, recent ones first; without momentum the estimate itself."""
+        momentum = self.recipe.momentum
+        if momentum == 0:
+            return estimate
+        state = place.state
+        if "momentum" not in state:
+            state["momentum"], state["updates"] = torch.zeros_like(estimate), 0
+        buffer: Tensor = state["momentum"]
+        buffer.mul_(momentum).add_(estimate, alpha=1 - momentum)
+        state["updates"] += 1
+        return buffer / (1.0 - momentum ** int(state["updates"]))

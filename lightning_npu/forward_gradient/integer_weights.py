@@ -1,0 +1,167 @@
+"""Probing integer weights: parameters that are integers, and float parameters that hold the values of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_npu.errors import InputError
+from lightning_npu.forward_gradient import integer
+from lightning_npu.forward_gradient.estimators import coefficients
+from lightning_npu.forward_gradient.fixed_point import FixedPoint
+from lightning_npu.forward_gradient.integer import Grid
+from lightning_npu.forward_gradient.weights import Place, ProbedWeights, Recipe
+
+
+class IntegerParameter(nn.Parameter):
+    """A parameter of integers that knows what they stand for; never requires grad.
+
+    Args:
+        data: int8, int16 or int32, within the grid's bounds.
+        grid: what the integers stand for.
+    """
+
+    grid: Grid
+
+    def __new__(cls, data: Tensor, grid: Grid) -> IntegerParameter:
+        """Make a parameter that shares ``data``."""
+        if data.dtype not in (torch.int8, torch.int16, torch.int32):
+            raise InputError(
+                "An integer parameter holds integers.", expected="int8, int16 or int32", got=str(data.dtype)
+            )
+        made: IntegerParameter = torch.Tensor._make_subclass(cls, data, False)
+        made.grid = grid
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IntegerParameter:
+        if id(self) not in memo:
+            memo[id(self)] = type(self)(self.data.clone(memory_format=torch.preserve_format), self.grid)
+        copied: IntegerParameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (self.data, self.grid)
+
+
+class IntegerWeights(ProbedWeights):
+    """Forms each probe's weights from the trained integers, so they come back bit for bit.
+
+    The trained integers, one or two bytes per weight, are held apart for the length of the step.
+    """
+
+    def __init__(self, places: Sequence[Place], recipe: Recipe, seed: int, step: int, fixed_point: FixedPoint) -> None:
+        super().__init__(places, recipe, seed, step)
+        self.options = fixed_point
+        self.grids = {place.index: self._grid(place) for place in places}
+        self._trained = {place.index: self._integers(place).clone() for place in places}
+        self._start = self._trained
+        self._eps: dict[tuple[int, float], Tensor] = {}
+
+    def perturb(self, probe: int, sign: int) -> None:
+        """Write the weights of a probe."""
+        for place in self.places:
+            self._write(place, self._moved(place, self._start, probe, sign, float(place.group["eps"])))
+
+    def restore(self) -> None:
+        """Nothing to undo: each probe is formed from the start."""
+
+    def ascend(self, probe: int, sign: int, distance: float) -> None:
+        """Form where the probes start from the trained weights."""
+        self._start = {
+            place.index: self._moved(place, self._trained, probe, sign, distance)
+            if sign
+            else self._trained[place.index]
+            for place in self.places
+        }
+
+    def return_home(self) -> None:
+        """Write the trained integers back."""
+        self._start = self._trained
+        for place in self.places:
+            self._write(place, self._trained[place.index])
+
+    def update(self, differences: Sequence[float], estimator: str) -> None:
+        """One multiplication, shift, rounding and saturation per weight."""
+        for place in self.places:
+            weights = self._trained[place.index]
+            directions = [self._direction(place, probe) for probe in range(len(differences))]
+            plain = coefficients(differences, estimator=estimator, eps=float(place.group["eps"]))
+            if self.recipe.kernel_norm:
+                plain = self._kernel_normed(place, plain, directions)
+            whole, value = integer.integer_coefficients(plain)
+            gradient = torch.zeros(weights.shape, dtype=torch.int32, device=weights.device)
+            for factor, drawn in zip(whole, directions, strict=True):
+                gradient.add_(drawn.to(torch.int32), alpha=factor)
+            steps = self._steps(place, gradient, value)
+            mask = self.mask(place)
+            if mask is not None:
+                steps = steps * mask  # rounding must not move what is not trained
+            self._write(place, integer.apply_steps(weights, steps, self.grids[place.index]))
+
+    def _steps(self, place: Place, gradient: Tensor, value: float) -> Tensor:
+        options, grid = self.options, self.grids[place.index]
+        per_step = float(place.group["lr"]) * value * 2.0**-options.z_shift / grid.scale
+        factor, shift = (part.to(gradient.device) for part in integer.multiplier(per_step))
+        random = residual = None
+        if options.rounding == "stochastic":
+            random = integer.noise(gradient.shape, seed=self.seed, step=self.step, index=place.index)
+            random = random.to(gradient.device)
+        if options.rounding == "error_feedback":
+            dtype = integer.residual_dtype(options.residual_bits)
+            residual = place.state.get("residual")
+            residual = torch.zeros_like(gradient, dtype=dtype) if residual is None else residual
+        steps, left = integer.update_steps(
+            gradient, factor, shift,
+            rounding=options.rounding, random=random, residual=residual, residual_bits=options.residual_bits,
+        )  # fmt: skip
+        if left is not None:
+            place.state["residual"] = left
+        return steps
+
+    def _kernel_normed(self, place: Place, plain: list[float], directions: Sequence[Tensor]) -> list[float]:
+        grid = self.grids[place.index]
+        size = float(grid.dequantize(self._trained[place.index]).norm())
+        scale = 2.0**-self.options.z_shift
+        return [
+            weight * self.relative(place, size, scale * float(drawn.double().norm()))
+            for weight, drawn in zip(plain, directions, strict=True)
+        ]
+
+    def _moved(self, place: Place, start: dict[int, Tensor], probe: int, sign: int, distance: float) -> Tensor:
+        grid = self.grids[place.index]
+        eps = self._eps.get((place.index, distance))
+        if eps is None:
+            eps = integer.eps_steps(distance, grid, least=self.options.min_eps_steps).to(place.parameter.device)
+            self._eps[place.index, distance] = eps
+        z = self._direction(place, probe)
+        return integer.perturb(start[place.index], z, eps, sign=sign, z_shift=self.options.z_shift, grid=grid)
+
+    def _direction(self, place: Place, probe: int) -> Tensor:
+        options = self.options
+        z = integer.quantize_direction(self.random(place, probe), z_shift=options.z_shift, largest=options.z_largest)
+        mask = self.mask(place)
+        return z if mask is None else z * mask
+
+    def _grid(self, place: Place) -> Grid:
+        if isinstance(place.parameter, IntegerParameter):
+            return place.parameter.grid
+        largest = self.options.largest
+        if "scale" not in place.state:
+            grid = integer.grid_of(place.parameter, bits=self.options.weight_bits, headroom=self.options.headroom)
+            place.state["scale"] = float(grid.scale)
+        return Grid(torch.tensor(place.state["scale"], dtype=torch.float64), -largest, largest)
+
+    def _integers(self, place: Place) -> Tensor:
+        parameter = place.parameter.detach()
+        return (
+            parameter if isinstance(place.parameter, IntegerParameter) else self.grids[place.index].quantize(parameter)
+        )
+
+    def _write(self, place: Place, weights: Tensor) -> None:
+        if isinstance(place.parameter, IntegerParameter):
+            place.parameter.copy_(weights)
+        else:
+            place.parameter.copy_(self.grids[place.index].dequantize(weights))
