@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -104,3 +106,12 @@ def test_importing_sensors_opens_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_simulated_sources_survive_pickling_and_copying() -> None:
+    source = SimulatedSource([SimulatedBoard(100.0, counter=True), SimulatedBoard(5.0, name="1")], start_s=0.0)
+    for twin in (pickle.loads(pickle.dumps(source)), copy.deepcopy(source)):
+        assert twin.boards() == source.boards()
+        reading = twin.read(twin.boards()[0])
+        assert reading.power_w == 100.0
+        assert reading.energy_j == pytest.approx(100.0 * reading.time_s)

@@ -86,7 +86,8 @@ class PowerIntegral:
             self._variogram.restart()
             self._variogram.add(power_w)
             self._spaced_s = belongs_s
-            gap_j = self.spread_w * seconds
+            # nobody saw it: the power may have been off by all of itself, or by as much as it was seen to change
+            gap_j = max(self.spread_w, self.power_w, power_w) * seconds
             return Span(belongs_s, energy, gap_s=seconds, gap_j=gap_j)
         period = self.period_s
         if belongs_s - self._spaced_s >= 0.8 * period:

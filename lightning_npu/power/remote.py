@@ -270,7 +270,8 @@ class ProcessReader(ThreadReader):
 def _environment() -> dict[str, str]:
     """This process's environment, with its own import path: the helper finds what was importable here."""
     root = str(Path(lightning_npu.__file__).resolve().parent.parent)
-    path = [root, *(entry or str(Path.cwd()) for entry in sys.path)]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [root, *filter(None, given), *(entry or str(Path.cwd()) for entry in sys.path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONSAFEPATH": "1"}
 
 

@@ -199,6 +199,12 @@ class _Sensor:
         self._lock = threading.Lock()
         self._seen: tuple[int, float | None, float | None] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"spec": self._spec, "start_s": self._start_s}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def read(self, power: bool) -> Reading:
         spec = self._spec
         with self._lock:
