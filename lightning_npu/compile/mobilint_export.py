@@ -158,6 +158,13 @@ def _check_specs(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) ->
                 raise CompileError(
                     f"The uint8 input '{spec.name}' is no image.", expected="(N, C, H, W)", got=spec.describe_shape()
                 )
+    if len({spec.dtype for spec in inputs}) > 1:
+        raise CompileError(
+            "The vendor's runtime takes one dtype for all inputs of a model.",
+            expected="float32 for all, or uint8 images alone",
+            got=", ".join(f"{spec.name}: {spec.dtype}" for spec in inputs),
+            remedy="normalise the images before the head, or cut so that images and tokens enter different parts",
+        )
 
 
 def _trace(
@@ -210,7 +217,7 @@ def _clean(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _named(name: str) -> str:
-    return PREFIX + name.removeprefix(_TRACED) if name.startswith(f"{_TRACED}/") else name
+    return name.replace(_TRACED, PREFIX).replace(_TRACED[1:].replace("/", "."), PREFIX[1:])
 
 
 def _compare(
