@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lightning_npu.doctor_mobilint import examine_mobilint
 from lightning_npu.power import registry
 from lightning_npu.runtimes.base import available
 from lightning_npu.runtimes.cpu import available_cores, exact_u8s8, instruction_set
@@ -17,7 +18,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: "machine", "runtime", "power" or "package".
+        kind: "machine", "runtime", "mobilint", "power" or "package".
         name: what was looked at.
         ok: whether it can be used.
         text: what was found; where it is not usable, the reason and the remedy.
@@ -49,6 +50,7 @@ def examine() -> list[Finding]:
         Finding("power", f"power sensors {name}", answer.startswith("ok"), answer.removeprefix("ok: "))
         for name, answer in registry.available().items()
     ]
+    findings += [Finding("mobilint", name, ok, text) for name, ok, text in examine_mobilint()]
     findings += [_package(name, use) for name, use in _PACKAGES.items()]
     return findings
 

@@ -1,3 +1,9 @@
 """Mobilint ARIES boards through the vendor's ``qbruntime``, which is imported when a device is opened."""
 
-from lightning_npu.runtimes.mobilint.runtime import MobilintRuntime as MobilintRuntime
+
+def __getattr__(name: str) -> object:
+    if name == "MobilintRuntime":  # it needs torch, what looks for boards does not
+        from lightning_npu.runtimes.mobilint.runtime import MobilintRuntime
+
+        return MobilintRuntime
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

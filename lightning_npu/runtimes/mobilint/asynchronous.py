@@ -37,7 +37,7 @@ def check_asynchronous(model: Any, ports: Sequence[Port], in_flight: int) -> Non
     samples = [[_random(random, port) for port in ports] for _ in range(in_flight)]
     right = [list(model.infer_hwc(sample)) for sample in samples]
     for round_number in range(_ROUNDS):
-        for index, (found, expected) in enumerate(zip(_all_at_once(model, samples), right, strict=True)):
+        for index, (found, expected) in enumerate(zip(all_at_once(model, samples), right, strict=True)):
             if not _equal(found, expected):
                 raise RuntimeUnavailableError(
                     f"Asynchronous calls compute something else on this device: image {index} of {in_flight} in "
@@ -48,7 +48,7 @@ def check_asynchronous(model: Any, ports: Sequence[Port], in_flight: int) -> Non
                 )
 
 
-def _all_at_once(model: Any, samples: Sequence[list[Any]]) -> list[list[Any]]:
+def all_at_once(model: Any, samples: Sequence[list[Any]]) -> list[list[Any]]:
     """The results of all samples in flight together; none is in flight any more when this ends, however it ends."""
     futures: list[Any] = []
     results: list[list[Any]] = []
