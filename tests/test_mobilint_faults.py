@@ -17,8 +17,8 @@ from conftest import make_encoder, make_images
 from mobilint_parts import artifact, board, fake_module  # noqa: F401
 
 import lightning_npu as npu
-from lightning_npu.runtimes.mobilint import MobilintRuntime
 from lightning_npu.runtimes.mobilint.cores import CorePlan
+from lightning_npu.runtimes.mobilint.runtime import MobilintRuntime
 from lightning_npu.worker import THREAD_NAME, Worker
 
 

@@ -21,8 +21,9 @@ import lightning_npu as npu
 from lightning_npu.power import MobilintSource
 from lightning_npu.remeasure import open_measured
 from lightning_npu.runtimes import base
-from lightning_npu.runtimes.mobilint import MobilintRuntime, library
+from lightning_npu.runtimes.mobilint import library
 from lightning_npu.runtimes.mobilint.layout import Port, input_port, output_port
+from lightning_npu.runtimes.mobilint.runtime import MobilintRuntime
 from lightning_npu.runtimes.mobilint.scales import quantization
 from lightning_npu.tensor_spec import TensorSpec
 

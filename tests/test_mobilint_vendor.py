@@ -21,11 +21,12 @@ from conftest import make_images
 from mobilint_parts import board, fake_module, hold_encoder, make_mobilint, needs_vendor  # noqa: F401
 
 import lightning_npu as npu
-from lightning_npu.runtimes.mobilint import MobilintRuntime, library
+from lightning_npu.runtimes.mobilint import library
 from lightning_npu.runtimes.mobilint.cores import CorePlan, configure
 from lightning_npu.runtimes.mobilint.errors import STATUSES, status_name, status_of, translate
 from lightning_npu.runtimes.mobilint.model import LaunchedModel
 from lightning_npu.runtimes.mobilint.mxq import check_mxq
+from lightning_npu.runtimes.mobilint.runtime import MobilintRuntime
 
 pytestmark = needs_vendor
 DEVICE = bool(library.device_nodes())
