@@ -389,7 +389,7 @@ def test_an_offloaded_encoder_trains_the_same_and_is_looked_ahead_for(tmp_path):
             assert 0.3 < energy.report["overlap"]["efficiency"] < 3.0
     energy = npu.EnergyMeter()
     assert torch.equal(alone, trained(energy, late=True))
-    assert energy.prefetch.statistics.hits > 100
+    assert energy.prefetch.statistics.hits > 80
 
 
 # --- what is logged

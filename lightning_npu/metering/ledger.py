@@ -113,7 +113,7 @@ class Ledger:
     def __init__(self, recorder: Recorder, prior: Account, ranks_here: int, problems: Mapping[str, str]) -> None:
         self.recorder, self.prior, self._ranks_here = recorder, prior, ranks_here
         self._others = Account()
-        self._samples_elsewhere = 0
+        self._samples_elsewhere = self._samples_merged = 0  # of other ranks, and of this one, at the last merge
         self._given_problems = dict(problems)
         self.steps_before = recorder.steps
         self.epoch: MergedEpoch | None = None
@@ -145,6 +145,7 @@ class Ledger:
             for phase in dict.fromkeys(phase for account in accounts for phase in account.phases)
         }
         self._others = Account(totals, phases)
+        self._samples_merged = recorder.samples
         self._samples_elsewhere = sum(account.samples for account in accounts) - recorder.samples
         self.ranks_merged = len(everyone)
         self.problems = {name: reason for rank in everyone for name, reason in rank["problems"].items()}
@@ -181,7 +182,8 @@ class Ledger:
             phase: {**self._others.phases.get(phase, {}), **mine.phases.get(phase, {})}
             for phase in dict.fromkeys((*self._others.phases, *mine.phases))
         }
-        elsewhere = max(self._samples_elsewhere, mine.samples * (self._ranks_here - 1))
+        since = mine.samples - self._samples_merged
+        elsewhere = self._samples_elsewhere + since * (self._ranks_here - 1)
         return self.prior.then(replace(mine, totals=totals, phases=phases, samples=mine.samples + elsewhere))
 
     def _mine(self) -> Account:

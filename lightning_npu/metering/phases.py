@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -122,3 +122,22 @@ class Phases:
             first, second = self._spans.popleft(), self._spans.popleft()
             longer = max(first, second, key=lambda s: s.end_s - s.start_s)
             self._spans.appendleft(Span(longer.phase, first.start_s, second.end_s))
+
+
+def bundle(spans: Iterable[Span], phases: Collection[str], longest_s: float) -> Iterator[list[Span]]:
+    """Put neighbours together that are too short for any sensor: up to ``longest_s`` from the first to the last.
+
+    Args:
+        spans: in order of time.
+        phases: those whose spans may be put together.
+        longest_s: seconds.
+    """
+    bundled: list[Span] = []
+    for span in spans:
+        fits = bundled and bundled[-1].phase in phases and span.phase in phases
+        if bundled and not (fits and span.end_s - bundled[0].start_s <= longest_s):
+            yield bundled
+            bundled = []
+        bundled.append(span)
+    if bundled:
+        yield bundled

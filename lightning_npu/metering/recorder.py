@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_npu.metering.phases import Phases, Span
+from lightning_npu.metering.phases import Phases, Span, bundle
 from lightning_npu.metering.stretches import Epoch, Mark, Rolling, Snapshot
 from lightning_npu.metering.totals import BoardTotal, Totals, then, without
 from lightning_npu.power.base import BoardEnergy
@@ -209,18 +209,30 @@ class Recorder:
     def _fold(self, until_s: float) -> None:
         forced_s = time.monotonic() - max(SETTLE_S, SETTLE_PERIODS * self._slowest_s)
         spans = self.phases.take(max(until_s, forced_s))
-        for number, span in enumerate(spans):
-            energies = self.monitor.between(span.start_s, span.end_s)
-            if until_s < math.inf and span.start_s > forced_s and not _settled(energies.values()):
-                self.phases.put_back(spans[number:])
+        # between two polls a curve is a straight line: to lay an edge there for every short step would tell no more
+        for bundled in bundle(spans, TRAINING, self.monitor.interval_s / 2):
+            start_s, end_s = bundled[0].start_s, bundled[-1].end_s
+            energies = self.monitor.between(start_s, end_s)
+            if until_s < math.inf and start_s > forced_s and not _settled(energies.values()):
+                self.phases.put_back([span for span in spans if span.start_s >= start_s])
                 break
-            self.by_phase[span.phase] = then(self.by_phase.get(span.phase, {}), self._as_totals(energies))
-            self.phase_s[span.phase] = self.phase_s.get(span.phase, 0.0) + span.end_s - span.start_s
-            self._folded_s = span.end_s
-            if span.phase not in TRAINING:
-                self._elsewhere.append(span)
+            self._account(bundled, self._as_totals(energies))
+            self._folded_s = end_s
         while self._elsewhere and self._marks and self._elsewhere[0].end_s < self._marks[0].time_s:
             self._elsewhere.popleft()
+
+    def _account(self, bundled: Sequence[Span], totals: Totals) -> None:
+        """Add spans that follow one another to their phases, whose energies together are ``totals``."""
+        seconds: dict[str, float] = {}
+        for span in bundled:
+            seconds[span.phase] = seconds.get(span.phase, 0.0) + span.end_s - span.start_s
+            if span.phase not in TRAINING:
+                self._elsewhere.append(span)
+        whole_s = math.fsum(seconds.values())
+        for phase, phase_s in seconds.items():
+            part = totals if len(seconds) == 1 else {key: t.part(phase_s / whole_s) for key, t in totals.items()}
+            self.by_phase[phase] = then(self.by_phase.get(phase, {}), part)
+            self.phase_s[phase] = self.phase_s.get(phase, 0.0) + phase_s
 
     def _measure_epoch(self, window: Window) -> Epoch:
         elsewhere = without(self._elsewhere_total(), self._elsewhere_before)

@@ -107,6 +107,20 @@ class BoardTotal:
             idle_j=None if without else (self.idle_j or 0.0) + (later.idle_j or 0.0),
         )
 
+    def part(self, share: float) -> BoardTotal:
+        """That share of the time, at the same power; the power within it may have been anything up to double."""
+        apart_j = self.energy_j * share * (1.0 - share)
+        return replace(
+            self,
+            energy_j=self.energy_j * share,
+            gain_j=self.gain_j * share,
+            resolution_j=math.hypot(self.resolution_j * share, apart_j),
+            gap_j=self.gap_j * share,
+            duration_s=self.duration_s * share,
+            covered_s=self.covered_s * share,
+            idle_j=None if self.idle_j is None else self.idle_j * share,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, the derived ones among them."""
         return asdict(self) | {
