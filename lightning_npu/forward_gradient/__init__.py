@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_npu.forward_gradient.bridge import Bridge as Bridge
     from lightning_npu.forward_gradient.fixed_point import FixedPoint as FixedPoint
+    from lightning_npu.forward_gradient.graph_weights import GraphWeights as GraphWeights
     from lightning_npu.forward_gradient.mixin import ForwardGradientMixin as ForwardGradientMixin
     from lightning_npu.forward_gradient.optimizer import ForwardGradient as ForwardGradient
     from lightning_npu.forward_gradient.structured import Blocks as Blocks
@@ -22,6 +23,7 @@ _PUBLIC = {
     "FixedPoint": "fixed_point",
     "ForwardGradient": "optimizer",
     "ForwardGradientMixin": "mixin",
+    "GraphWeights": "graph_weights",
     "LowFrequency": "structured",
 }
 
