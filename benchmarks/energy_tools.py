@@ -71,11 +71,10 @@ class Ours(Tool):
     def finish(self) -> list[Figures]:
         self.windows[-1].settle(3.0)
         boards = {board.key: board for board in self.monitor.boards}
-        figures: list[Figures] = []
-        for window in self.windows:
-            figures.append({})
+        figures: list[Figures] = [{} for _ in self.windows]
+        for window, here in zip(self.windows, figures, strict=True):
             for key, energy in window.by_board.items():
-                figures[-1][f"{boards[key].kind}/{boards[key].index}"] = {
+                here[f"{boards[key].kind}/{boards[key].index}"] = {
                     "j": energy.energy_j,
                     "key": key,
                     "u_j": energy.uncertainty_j,
@@ -86,9 +85,9 @@ class Ours(Tool):
                     "method": energy.method,
                     "settled": energy.settled,
                 }
-            if not figures[-1]:
+            if not here:
                 problems = "; ".join(f"{name}: {why}" for name, why in self.monitor.problems.items())
-                figures[-1]["none"] = {"j": window.energy_j, "state": problems}
+                here["none"] = {"j": window.energy_j, "state": problems}
         self.health = self.monitor.health()
         self.monitor.stop()
         return figures
@@ -161,9 +160,9 @@ class CodeCarbon(Tool):
             force_cpu_power=10,  # else it looks for the CPU's power, which is not what is compared
             force_ram_power=5,
         )
+        self.count = 0
         self.tracker.start_task("warm-up")
         self.tracker.stop_task("warm-up")
-        self.count = 0
 
     def begin(self) -> None:
         self.count += 1
@@ -254,8 +253,7 @@ def hold_the_lock(seconds: float) -> None:
 def run_windows(tool: Tool, order: dict[str, Any]) -> list[dict[str, Any]]:
     """Each window's call times (begin and end, before and after) and figures, or what was raised."""
     results: list[dict[str, Any]] = []
-    late: list[dict[str, Any]] = []
-    hold = order.get("hold")
+    late, hold = [], order.get("hold")
     for t0, t1 in order["windows"]:
         sleep_until(t0)
         result: dict[str, Any] = {"calls": [time.monotonic()]}
@@ -287,8 +285,7 @@ def main() -> None:
     """Follow the orders on standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what tools print is not an answer
-    order = json.loads(sys.stdin.readline())
-    started = time.monotonic()
+    order, started = json.loads(sys.stdin.readline()), time.monotonic()
     try:
         tool = TOOLS[order["tool"]](order.get("gpus"), order.get("npus"), order.get("power_only", []))
     except BaseException as error:  # tools end the process, too

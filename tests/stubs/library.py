@@ -20,8 +20,9 @@ from unittest import mock
 from typing_extensions import Self
 
 from . import build
-from .boards import Part, StubBoard, load_j
-from .control import CALLS, FAULTS, LOADS, MAX_BOARDS, MAX_FAULTS, MAX_SPANS, BoardStruct, SensorStruct, open_control
+from .boards import StubBoard, load_j
+from .control import CALLS, FAULTS, MAX_BOARDS, MAX_FAULTS, MAX_SPANS, open_control
+from .fill import fill
 
 
 class BindingMissing(Exception):
@@ -43,7 +44,7 @@ class Stub:
         start = time.monotonic() - random.random()
         self.boards = tuple(board.with_phase(i, start) for i, board in enumerate(boards))
         for index, board in enumerate(self.boards):
-            _fill(self._control.boards[index], board, index, start)
+            fill(self._control.boards[index], board, index, start)
             if not board.utilization:
                 self.fault(index, "other_error", self.not_supported, after_s=-1e6)
         self._control.n_boards = len(boards)
@@ -282,42 +283,3 @@ def _form(module: ModuleType) -> str:
 
 def _before(folder: Path, variable: str) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(variable)]))
-
-
-def _fill(struct: BoardStruct, board: StubBoard, index: int, start: float) -> None:
-    texts = {
-        "uuid": board.uuid or f"GPU-{index:08x}-1111-2222-3333-444455556666",
-        "name": board.name or "Stub",
-        "pci": board.pci or f"00000000:{index + 0x10:02X}:00.0",
-        "node": board.node or f"/dev/aries{index}",
-        "slot": board.slot if board.slot is not None else f"0000:{index + 0x10:02x}:00.0",
-    }
-    for name, value in texts.items():
-        setattr(struct, name, value.encode())
-    for i, uuid in enumerate(board.mig):
-        struct.mig[i].value = uuid.encode()
-    sensed, load = board.sensed(), board.load
-    struct.n_mig, struct.mig_mode = len(board.mig), int(bool(board.mig)) if sensed.architecture >= 7 else -1
-    struct.architecture, struct.target_type, struct.chip_id = sensed.architecture, board.target_type, board.chip_id
-    struct.load_kind, struct.bits = LOADS[load.kind], board.telegraph_bits(index)
-    struct.low_w, struct.high_w, struct.period_s = load.low_w, load.high_w, load.period_s
-    struct.duty, struct.phase_s = load.duty, load.phase_s
-    chance = random.Random(f"ticks/{board.seed}/{index}")
-    for name in ("power", "instant", "average", "counter"):
-        part: Part | None = getattr(sensed, name)
-        setattr(struct, name, _sensor(part, start, chance))
-    if sensed.instant == sensed.power:
-        struct.instant = struct.power  # two names of one sensor
-    if sensed.counter and sensed.counter.window_s and sensed.power:
-        struct.counter = struct.power  # it is renewed with what it adds up
-        struct.counter.window_s = sensed.counter.window_s
-    struct.noise_w, struct.seed = sensed.noise_w, board.seed * 1000 + index + 1
-    struct.gain, struct.offset_w, struct.counter_gain = board.gain, board.offset_w, board.counter_gain
-    struct.epoch_s, struct.counter_start_j, struct.limit_w = start, board.counter_start_j, board.limit_w
-
-
-def _sensor(part: Part | None, start: float, chance: random.Random) -> SensorStruct:
-    if part is None:
-        return SensorStruct(0.0, 0.0, start, 0.0, 0)
-    period_s = part.period_s * (1 + part.clock * chance.choice((-1, 1)) * chance.uniform(0.25, 1))
-    return SensorStruct(period_s, part.window_s, start + chance.random() * period_s, part.jitter, 1)
