@@ -14,7 +14,7 @@ import math
 import os
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +184,29 @@ def restore(model: BehaviourCloning, folder: Path) -> dict[str, Any] | None:
     return timing
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """One condition, from the demonstrations to the result, which is also written to ``result.json``."""
+@dataclass(frozen=True)
+class Trained:
+    """A trained policy and how it came about.
+
+    Attributes:
+        model: with its encoder in place, INT8 or not.
+        data: the demonstrations.
+        folder: of the run.
+        settings: what decides the result.
+        timing: what the training took.
+        fidelity: of the INT8 encoder, per output.
+    """
+
+    model: BehaviourCloning
+    data: Demonstrations
+    folder: Path
+    settings: dict[str, Any]
+    timing: dict[str, Any]
+    fidelity: dict[str, Any]
+
+
+def trained(args: argparse.Namespace) -> Trained:
+    """The policy of one condition: from the cache, or trained on demonstrations from the cache, or on new ones."""
     recipe = Recipe((args.task,), args.demos)
     data = Demonstrations(recipe, args.cache, batch_size=args.batch_size, seed=args.seed, processes=args.processes)
     data.prepare_data()
@@ -220,23 +241,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     timing = None if args.retrain else restore(model, folder)
     if timing is None:
         timing = fit(model, data, args, folder)
+    return Trained(model, data, folder, settings, timing, fidelity)
 
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """One condition, from the demonstrations to the result, which is also written to ``result.json``."""
+    done = trained(args)
     seeds = range(args.first_episode, args.first_episode + args.episodes)
     began = time.perf_counter()
-    outcomes = evaluate(model, args.task, seeds, args.processes)
+    outcomes = evaluate(done.model, args.task, seeds, args.processes)
     result = {
-        **settings,
-        **timing,
+        **done.settings,
+        **done.timing,
         "evaluation_s": time.perf_counter() - began,
         "episode_seeds": [args.first_episode, args.episodes],
         "solved": [outcome.solved for outcome in outcomes],
         "episode_steps": [outcome.steps for outcome in outcomes],
-        "fidelity": fidelity,
+        "fidelity": done.fidelity,
         "machine": machine(),
     }
-    write_json(folder / "result.json", result)
-    picture = folder / "rollout.png"
-    draw_rollout(model, args.task, seeds[0], picture)
+    write_json(done.folder / "result.json", result)
+    picture = done.folder / "rollout.png"
+    draw_rollout(done.model, args.task, seeds[0], picture)
     print(f"picture of a rollout: {picture}")
     return result
 
