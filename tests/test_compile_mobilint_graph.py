@@ -247,6 +247,13 @@ def test_every_violation_is_named_with_its_module(
     assert not list(tmp_path.iterdir())
 
 
+def test_sizes_that_depend_on_values_are_named_with_their_module(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"Sizes in this head depend(.|\n)*NonZero in 'blocks\.1'") as caught:
+        export(Head(lambda f, x: f(x)[x > 0].sum() + x), (TOKENS,), tmp_path / "head.onnx")
+    assert "masks or slices" in str(caught.value.remedy)
+    assert not list(tmp_path.iterdir())
+
+
 def test_embeddings_are_refused_before_anything_is_traced(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"takes no int64 input: 'input'(.|\n)*look embeddings up in torch"):
         export(nn.Embedding(4, 8), (torch.tensor([[1], [2]]),), tmp_path / "e.onnx")

@@ -53,6 +53,26 @@ def check_graph(graph: StaticGraph, *, prefix: str = "") -> None:
     )
 
 
+def check_sizes(graph: StaticGraph, *, prefix: str = "") -> None:
+    """Refuse a graph of which a size is known at run time only; the passes that simplify it need all of them.
+
+    Raises:
+        CompileError: names the operators from which on sizes are not fixed, each with its module.
+    """
+    known = {*graph.shapes, ""}
+    first = [
+        node for node in graph.nodes if not known.issuperset(node.output) and known.issuperset(node.input)
+    ] or graph.nodes[:0]
+    if not first and known.issuperset(name for node in graph.nodes for name in node.output):
+        return
+    raise CompileError(
+        "Sizes in this head depend on its inputs' values:\n  - "
+        + "\n  - ".join(f"{node.op_type} {_at(node, prefix)}" for node in first[:_SHOWN]),
+        expected="fixed shapes throughout",
+        remedy="replace selections of elements by masks or slices, or cut the head before these places: cut='...'",
+    )
+
+
 def module_of(node: onnx.NodeProto, prefix: str = "") -> str:
     """The dotted path of the module that a node was traced in; "" for the head itself."""
     parts = node.name.removeprefix(prefix).strip("/").split("/")[:-1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_npu.compile.attention import ExplicitAttention
 from lightning_npu.compile.export_check import RELATIVE_TOLERANCE
 from lightning_npu.compile.flat import FlatModule
-from lightning_npu.compile.mobilint_check import check_graph, score_products
+from lightning_npu.compile.mobilint_check import check_graph, check_sizes, score_products
 from lightning_npu.compile.mobilint_layout import (
     Array,
     PixelScale,
@@ -109,7 +109,7 @@ def export_for_mobilint(
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         traced = Path(scratch) / "traced.onnx"
         attentions = _trace(flat, inputs, outputs, samples, traced)
-        graph = StaticGraph(_clean(simplify(fold(traced, Path(scratch) / "folded.onnx"))))
+        graph = _plain(traced, Path(scratch) / "folded.onnx")
         pixels = {spec.name: take_pixel_scale(graph, spec) for spec in inputs if spec.dtype == "uint8"}
         inputs = [
             replace(spec, layout="NHWC") if spec.name in pixels and pixels[spec.name].channels_last else spec
@@ -197,6 +197,21 @@ def _trace(
             remedy="cut the head before that place, or rewrite it with plain operators",
         ) from error
     return explicit.count
+
+
+def _plain(traced: Path, scratch: Path) -> StaticGraph:
+    """The traced graph, folded and simplified."""
+    try:
+        folded = _clean(fold(traced, scratch))
+        check_sizes(StaticGraph(folded), prefix=PREFIX)
+        return StaticGraph(simplify(folded))
+    except CompileError:
+        raise
+    except Exception as error:  # ONNX Runtime and ONNX have no common base for what they raise
+        raise CompileError(
+            f"The traced head cannot be simplified for Mobilint's compiler: {str(error).strip().splitlines()[0]}",
+            remedy="cut the head elsewhere, or report it with the module's code",
+        ) from error
 
 
 def _clean(model: onnx.ModelProto) -> onnx.ModelProto:

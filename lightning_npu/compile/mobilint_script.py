@@ -7,6 +7,7 @@ Needs no package but the compiler's. Writes model.mxq, and beside it model.mxq.j
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -15,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=KIT / "model.mxq", help="default: model.mxq in the kit")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="what the compiler runs on")
     parser.add_argument("--target-device", help="default: aries-rb, or what this version calls the same chip")
-    parser.add_argument(
-        "--score-layers", help="comma-separated names of the query-key products, should they not be found"
-    )
+    parser.add_argument("--score-layers", help="names of the query-key products, by commas, if they are not found")
     chosen = parser.parse_args(argv)
     try:
         record = compile_kit(chosen.output, chosen.device, chosen.target_device, chosen.score_layers)
     except KitError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    print(
-        f"Wrote {chosen.output} ({record['compiler']['name']} {record['compiler']['version']}). Next, where the board"
-    )
-    print(f"is: lightning-npu compile --finish {chosen.output} -o encoder.npu")
+    print(f"Wrote {chosen.output} ({record['compiler']['name']} {record['compiler']['version']}).")
+    print(f"Next, where the board is: lightning-npu compile --finish {chosen.output} -o encoder.npu")
     return 0
 
 
@@ -79,13 +77,12 @@ def compile_kit(output: Path, device: str, target: str | None, score_layers: str
         if name == "qubee":
             arguments.update(old_options(kit))
         else:
-            configs = options(kit, compiler, layers)
+            configs = _understood(lambda: options(kit, compiler, layers), f"{name} {version}")
             arguments.update(configs)
             needed += ["target_device", "inference_scheme", *configs]
         accepted = _accepted(compiler.mxq_compile, arguments, needed, f"{name} {version}")
         begin = time.monotonic()
         compiler.mxq_compile(**accepted)
-        seconds = time.monotonic() - begin
         made = work / "model.mxq"
         if not made.is_file() or made.stat().st_size == 0:
             raise KitError(f"{name} ended without writing an MXQ file; read what it printed above.")
@@ -97,7 +94,7 @@ def compile_kit(output: Path, device: str, target: str | None, score_layers: str
             "subgraphs": pieces,
             "arguments": {key: repr(value)[:1000].replace(str(work), ".") for key, value in accepted.items()},
             "used_config": config.read_text(encoding="utf-8")[:200000] if config.is_file() else None,
-            "seconds": round(seconds, 1),
+            "seconds": round(time.monotonic() - begin, 1),
             "kit_sha256": kit["kit_sha256"],
             "mxq_sha256": _sha256(made),
         }
@@ -108,15 +105,10 @@ def compile_kit(output: Path, device: str, target: str | None, score_layers: str
     return record
 
 
-# ---- the kit
-
-
 def verify(kit: dict[str, Any]) -> None:
     """Refuse a kit of which a file is missing or was changed."""
-    files = [(kit["model"]["file"], kit["model"]["sha256"])]
-    for sample in kit["calibration"]["samples"]:
-        files += [(entry["file"], entry["sha256"]) for entry in sample]
-    for name, digest in files:
+    entries = [kit["model"], *(entry for sample in kit["calibration"]["samples"] for entry in sample)]
+    for name, digest in ((entry["file"], entry["sha256"]) for entry in entries):
         path = KIT / name
         if not path.is_file():
             raise KitError(f"{name} is missing from the kit. Copy the kit again.")
@@ -127,21 +119,13 @@ def verify(kit: dict[str, Any]) -> None:
 def write_index(kit: dict[str, Any], work: Path) -> str:
     """List the calibration files in their order, with paths that hold on this machine."""
     paths = [[str(KIT / entry["file"]) for entry in sample] for sample in kit["calibration"]["samples"]]
-    inputs = kit["head"]["inputs"]
-    if len(inputs) == 1:
-        index = work / "npy_files.txt"
-        index.write_text("\n".join(sample[0] for sample in paths) + "\n", encoding="utf-8")
-    else:
+    names, shapes = zip(*((entry["name"], entry["shape"]) for entry in kit["head"]["inputs"]), strict=True)
+    index, text = work / "npy_files.txt", "\n".join(sample[0] for sample in paths) + "\n"
+    if len(names) > 1:
         index = work / "npy_files.json"
-        info = {
-            "input names": [entry["name"] for entry in inputs],
-            "input shapes": [list(entry["shape"]) for entry in inputs],
-        }
-        index.write_text(json.dumps({"info": info, "calib paths": paths}, indent=1), encoding="utf-8")
+        text = json.dumps({"info": {"input names": names, "input shapes": shapes}, "calib paths": paths}, indent=1)
+    index.write_text(text, encoding="utf-8")
     return str(index)
-
-
-# ---- the compiler
 
 
 def find_compiler() -> Any:
@@ -166,10 +150,9 @@ def find_compiler() -> Any:
 def version_of(module: Any) -> str:
     """The version of the compiler, without a leading "v"."""
     try:
-        found = importlib.metadata.version(module.__name__)
+        return importlib.metadata.version(module.__name__)
     except importlib.metadata.PackageNotFoundError:
-        found = str(getattr(module, "__version__", "unknown"))
-    return found[1:] if found.startswith("v") else found
+        return str(getattr(module, "__version__", "unknown")).lstrip("v")
 
 
 def target_device(name: str, version: str) -> str:
@@ -182,15 +165,12 @@ def target_device(name: str, version: str) -> str:
 
 def options(kit: dict[str, Any], compiler: Any, layers: list[str]) -> dict[str, Any]:
     """The configuration objects: calibration, bits per kind of layer, and the preprocessing that is fused."""
-    wanted, name = kit["compile"], compiler.__name__
+    wanted = kit["compile"]
     bits = _config(compiler, "BitConfig")
     transformer = bits.Transformer
-    fields: dict[str, Any] = {
-        "transformer": transformer(
-            activation=transformer.Activation(**wanted["bits"]["activation"]),
-            weight=transformer.Weight(**wanted["bits"]["weight"]),
-        )
-    }
+    activation = transformer.Activation(**wanted["bits"]["activation"])
+    weight = transformer.Weight(**wanted["bits"]["weight"])
+    fields: dict[str, Any] = {"transformer": transformer(activation=activation, weight=weight)}
     if layers:
         fields["layer_overrides"] = bits.LayerOverrides(activation_16bits=layers)
     found: dict[str, Any] = {
@@ -206,8 +186,14 @@ def options(kit: dict[str, Any], compiler: Any, layers: list[str]) -> dict[str, 
                 apply=True, auto_convert_format=True, pipeline=pixels["pipeline"], input_configs={}
             )
             found["image_channels"] = pixels["channels"]
-    print(f"{name}: core mode {wanted['core_mode']}, bits {wanted['bits']}, 16-bit scores {layers or 'none'}")
     return found
+
+
+def _understood(make: Callable[[], dict[str, Any]], compiler: str) -> dict[str, Any]:
+    try:
+        return make()
+    except (AttributeError, TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
+        raise KitError(f"The configuration classes of {compiler} are not those of its manual: {error}") from error
 
 
 def old_options(kit: dict[str, Any]) -> dict[str, Any]:
@@ -228,13 +214,8 @@ def old_options(kit: dict[str, Any]) -> dict[str, Any]:
 def score_products(
     kit: dict[str, Any], compiler: Any, arguments: dict[str, Any], work: Path, given: str | None
 ) -> tuple[list[str], int | None]:
-    """Names of the query-key products in the compiler's own graph where they shall have 16 bits, and its parts.
-
-    The compiler names layers in its own way, so it parses the model once, and the products are found from each
-    softmax upwards.
-    """
-    wanted = kit["compile"]["score_bits"] == 16
-    if not wanted:
+    """Where they shall have 16 bits: the query-key products, as the compiler names layers, and its graph's parts."""
+    if kit["compile"]["score_bits"] != 16:
         return [], None
     names = sorted({name.strip() for name in (given or "").split(",") if name.strip()})
     pieces = None
@@ -253,12 +234,8 @@ def _parsed_products(compiler: Any, arguments: dict[str, Any], work: Path) -> tu
     parsed = work / "model.mblt"
     try:
         load = importlib.import_module(f"{compiler.__name__}.model_dict.serialize").load_mblt_model
-        compiler.mblt_compile(
-            model=arguments["model"],
-            mblt_save_path=str(parsed),
-            backend="onnx",
-            target_device=arguments["target_device"],
-        )
+        shared = {name: arguments[name] for name in ("model", "backend", "target_device")}
+        compiler.mblt_compile(mblt_save_path=str(parsed), **shared)
         graph = load(str(parsed))[0]
     except (ImportError, AttributeError) as error:
         raise KitError(
@@ -289,12 +266,8 @@ def _kind(layer: Any) -> str:
 def _config(compiler: Any, name: str) -> Any:
     """A configuration class, from where this version has it."""
     for place in (compiler.__name__, f"{compiler.__name__}.configs"):
-        try:
-            found = getattr(importlib.import_module(place), name, None)
-        except ImportError:
-            found = None
-        if found is not None:
-            return found
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(place), name)
     raise KitError(
         f"{compiler.__name__} {version_of(compiler)} has no {name}, without which the build would not be what this kit "
         "says (by default a Transformer is compiled with 16-bit activations). Use qbcompiler 1.1 or newer."
@@ -314,18 +287,13 @@ def _accepted(function: Any, arguments: dict[str, Any], needed: list[str], compi
 
 
 def _has_gpu() -> bool:
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         return bool(importlib.import_module("torch").cuda.is_available())
-    except (ImportError, AttributeError):
-        return False
+    return False
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":
