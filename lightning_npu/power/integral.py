@@ -86,6 +86,9 @@ class PowerIntegral:
             self._variogram.restart()
             self._variogram.add(power_w)
             self._spaced_s = belongs_s
+            known = list(self._recent)[:-1]
+            if known and min(known) <= min(self.power_w, power_w) and max(self.power_w, power_w) <= max(known):
+                energy = seconds * sum(known) / len(known)  # nothing new: the mean says more than where it was cut off
             # nobody saw it: the power may have been off by all of itself, or by as much as it was seen to change
             gap_j = max(self.spread_w, self.power_w, power_w) * seconds
             return Span(belongs_s, energy, gap_s=seconds, gap_j=gap_j)

@@ -10,13 +10,13 @@ from lightning_npu.power.base import Board, PowerSource, Reading
 
 JITTER = 0.25
 TRIES = 3  # failed reads in a row before a board is left alone: one hiccup should not cost a second of readings
-LONGEST_BACK_OFF_S = 30.0
+FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.25, 30.0
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def back_off_s(failures: int) -> float:
-    """How long to wait after so many failures in a row: 0 s for the first few, then 1, 2, 4 .. 30 s."""
-    return 0.0 if failures < TRIES else min(2.0 ** min(failures - TRIES, 10), LONGEST_BACK_OFF_S)
+    """How long to wait after so many failures in a row: 0 s for the first few, then 0.25, 0.5, 1 .. 30 s."""
+    return 0.0 if failures < TRIES else min(FIRST_BACK_OFF_S * 2.0 ** min(failures - TRIES, 10), LONGEST_BACK_OFF_S)
 
 
 def read(source: PowerSource, board: Board, *, power: bool = True) -> Reading:
