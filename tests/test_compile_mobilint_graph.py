@@ -286,3 +286,46 @@ def test_names_of_modules_from_names_of_nodes() -> None:
     node = onnx.helper.make_node("Add", ["a"], ["b"], name="/head/encoder/layers/layers.0/self_attn/Add_1")
     assert module_of(node, "/head") == "encoder.layers.0.self_attn"
     assert module_of(onnx.helper.make_node("Add", ["a"], ["b"], name="/head/Add"), "/head") == ""
+
+
+# ---- token order
+
+
+class SequenceFirst(nn.Module):
+    """Tokens (L, N, 8) all the way, as DETR and ACT have them."""
+
+    def __init__(self, call: object) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("extra", torch.randn(2, 1, 8))
+        self.register_buffer("position", torch.randn(7, 1, 8))
+        self.call = call
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.call(self, tokens)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, x: m.second(m.norm(m.first(x) + m.position).relu()),
+        lambda m, x: m.second(torch.cat([m.extra.expand(-1, x.shape[1], -1), m.first(x)])),
+        lambda m, x: m.second(m.first(x)[1:5] * 2),
+        lambda m, x: m.second(m.first(x))[0],
+        lambda m, x: m.second(m.first(x)).mean(0),
+        lambda m, x: m.second(m.first(x).softmax(-1)) * m.first(x)[:1],
+        lambda m, x: m.second(m.first(x).permute(1, 2, 0).flip(0).permute(2, 0, 1)),
+        lambda m, x: torch.stack(list(m.first(x))[2:6]),
+        lambda m, x: torch.stack([*m.first(x)][:2] + [*m.second(x)][4:]),
+        lambda m, x: torch.cat(m.first(x).split([3, 4])[::-1]),
+        lambda m, x: m.first(x).transpose(0, 1).softmax(1).transpose(0, 1) + m.second(x),
+        lambda m, x: m.first(x).permute(1, 0, 2) @ m.second(x).permute(1, 2, 0),
+        lambda m, x: (m.first(x), m.norm(x).transpose(0, 1)),
+    ],
+)
+def test_sequence_first_modules_compute_the_same_batch_first(call: object, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = export(SequenceFirst(call).eval(), (torch.randn(7, 3, 8),), tmp_path / "s.onnx", batch_axis=1)
+    assert max(made.max_abs_error.values()) < 1e-5
+    graph = assert_plain(tmp_path / "s.onnx")
+    assert graph.shapes["tokens"] == (1, 7, 8)

@@ -144,8 +144,8 @@ def _without_gather(graph: StaticGraph) -> None:
             nodes.append(node)
             continue
         cut = f"{node.output[0]}/slice"
-        nodes.append(_slice(graph, node.input[0], cut, axis, int(wanted[0]), int(wanted[-1]) + 1, f"{node.name}/Slice"))
-        nodes.append(graph.reshape(cut, node.output[0], graph.shapes[node.output[0]], f"{node.name}/Reshape"))
+        nodes.append(_slice(graph, node.input[0], cut, axis, int(wanted[0]), int(wanted[-1]) + 1, f"{node.name}:Slice"))
+        nodes.append(graph.reshape(cut, node.output[0], graph.shapes[node.output[0]], f"{node.name}:Reshape"))
     graph.replace(nodes)
 
 
@@ -160,7 +160,7 @@ def _without_split(graph: StaticGraph) -> None:
             bounds = _bounds(graph, node)
             axis = attribute(node, "axis", 0) % len(graph.shapes[node.input[0]])
             nodes += [
-                _slice(graph, node.input[0], name, axis, bounds[place], bounds[place + 1], f"{node.name}/Slice_{place}")
+                _slice(graph, node.input[0], name, axis, bounds[place], bounds[place + 1], f"{node.name}:Slice_{place}")
                 for place, name in enumerate(node.output)
             ]
             continue
@@ -192,7 +192,7 @@ def _joined(
             place += 1
             continue
         bounds = _bounds(graph, split)
-        name = f"{concat.name}/pieces_{place}"
+        name = f"{concat.name}:pieces_{place}"
         nodes.append(_slice(graph, split.input[0], name, axis % rank, bounds[first], bounds[last + 1], name))
         inputs.append(name)
         place += last - first + 1

@@ -13,6 +13,7 @@ _ELEMENTWISE = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Abs", "Neg", "Sqrt", "Exp", "Log", "Erf", "Clip", "Tanh", "Sigmoid", "Relu"}
     | {"LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid", "HardSwish", "Softplus", "Softsign", "Mish", "Gelu"}
 )
+_REDUCTIONS = frozenset({"ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2"})
 
 
 def batch_first(graph: StaticGraph) -> None:
@@ -43,6 +44,11 @@ class _BatchFirst:
     def _rewritten(self, node: onnx.NodeProto) -> bool:
         """Whether the node now works on tokens in the new layout."""
         output = node.output[0]
+        if output not in self.graph.outputs and node.input[:1] and node.input[0] in self.swapped:
+            if node.op_type == "Slice":
+                return self._slice(node)
+            if node.op_type in _REDUCTIONS and list(attribute(node, "axes", [])) in ([0], [-3]):
+                return self._reduce(node)
         if len(node.output) != 1 or output in self.graph.outputs or not self._is_sequence(output):
             return node.op_type == "Transpose" and self._transpose(node, swap_output=False)
         if node.op_type == "Transpose":
@@ -54,8 +60,6 @@ class _BatchFirst:
             return True
         if node.op_type == "Concat":
             return attribute(node, "axis") in (0, -3) and self._on_axis_1(node)
-        if node.op_type == "Slice":
-            return self._slice(node)
         if not self._treats_tokens_alike(node):
             return False
         return self._operands(node)
@@ -97,11 +101,19 @@ class _BatchFirst:
 
     def _slice(self, node: onnx.NodeProto) -> bool:
         axes = self.graph.constants.get(node.input[3]) if len(node.input) > 3 else None
-        if axes is None or node.input[0] not in self.swapped:
+        if axes is None:
             return False
         new = np.array([{0: 1, 1: 0}.get(int(axis) % 3, 2) for axis in axes.reshape(-1)], dtype=np.int64)
         node.input[3] = self.graph.constant(f"{node.name}/axis", new)
         self._keep_swapped(node)
+        return True
+
+    def _reduce(self, node: onnx.NodeProto) -> bool:
+        """Over the tokens: what is left has none, and lies alike in both layouts."""
+        for item in node.attribute:
+            if item.name == "axes":
+                item.ints[:] = [1]
+        self.nodes.append(node)
         return True
 
     def _transpose(self, node: onnx.NodeProto, *, swap_output: bool) -> bool:
@@ -123,7 +135,8 @@ class _BatchFirst:
 
     def _keep_swapped(self, node: onnx.NodeProto) -> None:
         output = node.output[0]
-        self.swapped.add(output)
+        if self.graph.shapes[output][0] > 1:  # one token lies alike in both layouts
+            self.swapped.add(output)
         tokens, _, features = self.graph.shapes[output]
         self.graph.shapes[output] = (1, tokens, features)
         self.nodes.append(node)
@@ -138,6 +151,6 @@ class _BatchFirst:
             if name not in self.restored:
                 _, tokens, features = self.graph.shapes[name]
                 target = f"{name}/sequence_first"
-                self.nodes.append(self.graph.reshape(name, target, (tokens, 1, features), f"{node.name}/tokens_first"))
+                self.nodes.append(self.graph.reshape(name, target, (tokens, 1, features), f"{node.name}:tokens_first"))
                 self.restored[name] = target
             node.input[place] = self.restored[name]
