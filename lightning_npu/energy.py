@@ -225,7 +225,8 @@ class EnergyMeter(Evaluations, pl.Callback):
         self._write(run, "finished", merged=True)
         row, overlap = run.merged_values(), values.of_overlap(run.timer.overlap)
         final = run.final_values() | overlap
-        self._logs(trainer).end(row | overlap, final, run.named_trace(), trainer.global_step)
+        trace = run.named_trace() if run.stage == "fit" else {}  # that of a test would replace it
+        self._logs(trainer).end(row | overlap, final, trace, trainer.global_step)
         self._close(run)
 
     def _leave(self, ended: str) -> None:
