@@ -147,9 +147,9 @@ class DeviceModule(FrozenModule):
 
     @property
     def batch_s(self) -> float:
-        """Mean seconds that the device took per batch; 0.0 before the first."""
+        """Mean seconds that a batch takes the device, alone on the slots that it uses; 0.0 before the first."""
         counters = self._worker.counters
-        return counters.busy_s / counters.batches if counters.batches else 0.0
+        return counters.alone_s / counters.batches if counters.batches else 0.0
 
     @staticmethod
     def same_input(made: Tensor, passed: Tensor) -> bool:

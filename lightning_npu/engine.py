@@ -25,11 +25,15 @@ Inputs = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 
 @dataclass
 class Counters:
-    """What was done so far. Times are in seconds, each slot counted by itself; idle is waiting for a batch."""
+    """What was done so far. Times are in seconds, each slot counted by itself; idle is waiting for a batch.
+
+    A batch that is divided keeps several slots busy at once: ``alone_s`` is what batches take with those to themselves.
+    """
 
     batches: int = 0
     samples: int = 0
     busy_s: float = 0.0
+    alone_s: float = 0.0
     idle_s: float = 0.0
 
 
@@ -43,7 +47,7 @@ class Job:
         self.batch: int | None = None
         self.outputs: list[Tensor] | None = None
         self.future: Future[list[Tensor]] = Future()
-        self.parts_left = 1
+        self.parts = self.parts_left = 1
         self.error: BaseException | None = None
 
 
@@ -63,6 +67,7 @@ class Engine:
         self._places, self._held, self._closing = places, 0, False
         self._tasks: deque[tuple[Job, int | None]] = deque()  # (batch, first sample of a part; None: not divided yet)
         self._running: dict[int, tuple[Job, float]] = {}
+        self._parts = 1  # of the last batch that was divided
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # there is a task, or the end
         self._room = threading.Condition(self._lock)  # there is a place, or the end
@@ -100,18 +105,27 @@ class Engine:
             self._look()
 
     def remaining_s(self, job: Job, batch_s: float) -> float:
-        """About how long until ``job`` is done, if a batch takes one slot ``batch_s`` seconds."""
+        """About how long until ``job`` is done, if a batch takes ``batch_s`` seconds with its slots to itself."""
         with self._lock:
             if job.future.done():
                 return 0.0
-            now = time.monotonic()
+            if job.parts > 1:  # its parts come before what was submitted later
+                return batch_s * job.parts_left / job.parts
+            now, slots = time.monotonic(), self.runtime.slots
             for running, since in self._running.values():
                 if running is job:
                     return max(0.0, batch_s - (now - since))
-            waiting = [other for other, _ in self._tasks]
-            before = waiting.index(job) if job in waiting else len(waiting)
-            first_s = min((max(0.0, batch_s - (now - since)) for _, since in self._running.values()), default=0.0)
-            return first_s + batch_s * (1 + before / self.runtime.slots)
+            before = 0.0  # batches, each by the share of the slots that it takes
+            for other, start in self._tasks:
+                if other is job:
+                    break
+                parts = other.parts if start is not None else self._parts
+                before += min(slots, parts) / slots / (parts if start is not None else 1)
+            first_s = min(
+                (max(0.0, batch_s - (now - since)) for other, since in self._running.values() if other.parts == 1),
+                default=0.0,
+            )
+            return first_s + batch_s * (1 + before)
 
     def close(self) -> None:
         """Drop what waits, wait for what runs, release the runtime. A thread that hangs is left to itself."""
@@ -184,7 +198,7 @@ class Engine:
         if divided:
             starts = range(0, job.batch or 0, fixed or 1)
             with self._lock:
-                job.parts_left = len(starts)
+                job.parts = job.parts_left = self._parts = len(starts)
                 self._tasks.extendleft((job, start) for start in reversed(starts[1:]))  # before later batches
                 self._work.notify(len(starts) - 1)
         return 0
@@ -211,7 +225,9 @@ class Engine:
     def _finish(self, slot: int, job: Job, since: float) -> None:
         with self._lock:
             self._running.pop(slot, None)
-            self.counters.busy_s += time.monotonic() - since
+            busy_s = time.monotonic() - since
+            self.counters.busy_s += busy_s
+            self.counters.alone_s += busy_s / min(self.runtime.slots, job.parts)
             job.parts_left -= 1
             if job.parts_left > 0:
                 return

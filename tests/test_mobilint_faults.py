@@ -202,6 +202,32 @@ def test_an_artifact_can_be_opened_again_after_a_hang(artifact: npu.Artifact, bo
             thread.join(10)
 
 
+def test_how_long_a_divided_batch_still_takes(artifact: npu.Artifact, board: Any) -> None:
+    runtime = MobilintRuntime.open(artifact)
+    worker = Worker(lambda: runtime)
+    worker.submit([make_images(16)]).result()
+    counters = worker.counters
+    assert counters.alone_s == pytest.approx(counters.busy_s / 8)  # its images are spread over eight cores
+    full = threading.Event()
+
+    def fault(number: int) -> None:
+        if board.running == 8:
+            full.set()
+        board.hang()
+
+    board.fault = fault
+    first, second, third = (worker.submit([make_images(16, seed=seed)]) for seed in range(3))
+    assert full.wait(10)
+    assert first.remaining_s(1.0) == 1.0
+    assert second.remaining_s(1.0) == 1.5  # after the half that waits
+    assert third.remaining_s(1.0) == 2.5
+    board.released.set()
+    for index, pending in enumerate((first, second, third)):
+        torch.testing.assert_close(pending.result()[0], features(make_images(16, seed=index)))
+    assert first.remaining_s(1.0) == 0.0
+    worker.close()
+
+
 def test_disposal_waits_for_what_runs(artifact: npu.Artifact, board: Any) -> None:
     runtime = MobilintRuntime.open(artifact)
     inside = threading.Event()
