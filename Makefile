@@ -16,7 +16,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)
 PIP_ARGS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-all test-lightning lint format bench bench-energy clean setup
+.PHONY: demo test test-all test-lightning test-mobilint verify-mobilint lint format bench bench-energy clean setup
 
 demo: setup
 	$(PY) examples/robot_policy/check_rendering.py
@@ -38,6 +38,21 @@ test-lightning: $(foreach version,2.4.0 2.5.6,.venv-lightning-$(version)/.tested
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]' lightning==$*
 	.venv-lightning-$*/bin/python -m pytest tests/test_prefetch.py tests/test_lightning.py tests/test_balance.py
 	@touch $@
+
+# the versions of the vendor's runtime whose forms differ, each in a folder of its own; 1.1 and 1.2 end with Python 3.12
+QB_TESTS := $(foreach name,vendor runtime faults placement doctor verify,tests/test_mobilint_$(name).py)
+
+test-mobilint: $(foreach version,1.1.0 1.2.0 1.3.2 1.4.0 1.5.0,$(VENV)/qbruntime-$(version)/.tested)
+
+$(VENV)/qbruntime-%/.tested: setup $(shell find lightning_npu/runtimes lightning_npu/verify_mobilint tests -name '*.py')
+	test -d $(@D)/qbruntime || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(@D) mobilint-qb-runtime==$*
+	PYTHONPATH=$(@D) $(PY) -c 'import qbruntime, sys; found = qbruntime.__version__; sys.exit(found != "v$*" and found)'
+	PYTHONPATH=$(@D) $(PY) -m pytest $(QB_TESTS)
+	@touch $@
+
+# VERIFY_ARGS="encoder.npu --device 0": checks a real board, and prints a report to paste into an issue
+verify-mobilint: setup
+	$(PY) -m lightning_npu.verify_mobilint $(VERIFY_ARGS)
 
 lint: setup
 	$(PY) -m ruff check .
