@@ -11,31 +11,24 @@ from typing import Any
 
 from lightning_npu import keys
 from lightning_npu._lightning import pl
-from lightning_npu.errors import InputError
 from lightning_npu.metering import trainer as lightning
 from lightning_npu.metering import values
+from lightning_npu.metering.arguments import check, own_prefetch
 from lightning_npu.metering.evaluations import Evaluations
 from lightning_npu.metering.files import RunFiles
 from lightning_npu.metering.ledger import Account
-from lightning_npu.metering.ranks import gather
 from lightning_npu.metering.run import MeteredRun
 from lightning_npu.metering.sources import sensors_of_run
+from lightning_npu.metering.training import Training
 from lightning_npu.module import NPUFrozenModule
 from lightning_npu.power.base import PowerSource
-from lightning_npu.power.calibration import number
 from lightning_npu.power.monitor import EnergyMonitor
 from lightning_npu.prefetch import Prefetch
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 60.0
-"""How often ``energy.json`` is written while a run goes on, in seconds, beside the ends of epochs."""
 
-CALIBRATION_STEPS, FIRST_CALIBRATION, CALIBRATE_EVERY = 5, 20, 1000
-"""Steps in which training and accelerator are timed each by itself: how many, from which step on, and how often."""
-
-
-class EnergyMeter(Evaluations, pl.Callback):
+class EnergyMeter(Training, Evaluations, pl.Callback):
     """Measures the energy of a training: the combined board power of all boards that it uses.
 
     ::
@@ -96,16 +89,7 @@ class EnergyMeter(Evaluations, pl.Callback):
         trace: bool = True,
         over_energy: Sequence[str] = ("val*",),
     ) -> None:
-        if sync not in ("epoch", "step", "never"):
-            raise InputError("sync is wrong.", expected="'epoch', 'step' or 'never'", got=repr(sync))
-        if number("rolling_s", rolling_s) <= 0:
-            raise InputError("rolling_s is wrong.", expected="seconds above 0", got=rolling_s)
-        if not isinstance(prefix, str) or prefix.startswith(keys.NPU_PREFIX):
-            raise InputError(
-                "prefix is wrong.", expected=f"text that does not begin with '{keys.NPU_PREFIX}'", got=prefix
-            )
-        if not callable(samples):
-            raise InputError("samples is wrong.", expected="a function from a batch to a number", got=repr(samples))
+        check(rolling_s=rolling_s, sync=sync, prefix=prefix, samples=samples)
         self._make_monitor = functools.partial(
             EnergyMonitor, interval_s=interval_s, idle_power_w=idle_power_w, calibration=calibration
         )
@@ -113,7 +97,7 @@ class EnergyMeter(Evaluations, pl.Callback):
         self.sources = sources if isinstance(sources, str) else list(sources)
         self.rolling_s, self.sync, self.prefix, self.trace = rolling_s, sync, prefix, trace
         self.over_energy = (over_energy,) if isinstance(over_energy, str) else tuple(over_energy)
-        self.prefetch = _prefetch(prefetch)
+        self.prefetch = own_prefetch(prefetch)
         self.report: dict[str, Any] | None = None
         self._samples = samples
         self._run: MeteredRun | None = None
@@ -255,78 +239,9 @@ class EnergyMeter(Evaluations, pl.Callback):
         with contextlib.nullcontext() if self._run is None else self._run.phase("checkpoint"):
             yield
 
-    # ---- steps
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a window."""
-        if self._run is not None:
-            self._run.begin_epoch()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """The batch is there; the step begins."""
-        if self._run is None:
-            return
-        if self._ahead is not None and self._run.recorder.batches % CALIBRATE_EVERY == FIRST_CALIBRATION:
-            self._ahead.calibrate(CALIBRATION_STEPS)
-        alone = self._ahead is not None and self._ahead.calibrating
-        if self.sync == "step" or alone:
-            lightning.synchronise(trainer)
-        self._run.begin_step(alone=alone)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The step ends; log where Lightning logs."""
-        run = self._run
-        if run is None:
-            return
-        if self.sync == "step":
-            lightning.synchronise(trainer)
-        stepped = trainer.global_step != run.recorder.steps
-        run.recorder.step_done(int(self._samples(batch)), trainer.global_step)
-        if lightning.logs_now(trainer, stepped=stepped):
-            self._log_step(trainer, run)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let EarlyStopping and ModelCheckpoint see energy when a validation ends; all ranks come here."""
-        run = self._run
-        if run is not None and run.stage == "fit" and not trainer.sanity_checking:
-            run.ledger.merge()
-            self._log_merged(trainer, run, lightning.logging_step(trainer))
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Merge all ranks, log the epoch, write the file."""
-        run = self._run
-        if run is None:
-            return
-        self._sync(trainer)
-        run.end_epoch()
-        run.ledger.merge()
-        run.note_epoch(trainer.current_epoch)
-        self._log_merged(trainer, run, lightning.logging_step(trainer) - 1)  # as Lightning does
-        if self._files is not None and self._files.due:
-            self._write(run, "", merged=True)
-
     def _count_evaluated(self, batch: Any) -> None:
         if self._run is not None and self._run.stage != "fit":
             self._run.recorder.samples += int(self._samples(batch))
-
-    # ---- logging
-
-    def _log_step(self, trainer: Any, run: MeteredRun) -> None:
-        if not trainer.is_global_zero:
-            run.recorder.fold()
-            return
-        row = run.live_values(self._ahead, trainer.strategy.root_device)
-        self._logs(trainer).log(row, lightning.logging_step(trainer))
-        if run.ranks == 1:
-            self._logs(trainer).monitored(row, step=True, ranks=1)
-        if self._files is not None and self._files.due and run.recorder.elapsed_s - run.written_s > FLUSH_S:
-            self._write(run, "", merged=False)
-
-    def _log_merged(self, trainer: Any, run: MeteredRun, step: int) -> None:
-        """The first rank's figures on every rank: decisions that rest on them must agree."""
-        row = gather(run.merged_values() if trainer.is_global_zero else None)[0] or {}
-        self._logs(trainer).log(row, step)
-        self._logs(trainer).monitored(row, step=False, ranks=run.ranks)
 
     def _logs(self, trainer: Any) -> lightning.Logs:
         return lightning.Logs(trainer, self.prefix)
@@ -362,11 +277,3 @@ class EnergyMeter(Evaluations, pl.Callback):
             self._prior = account
         elif state_dict.get("run") != self._run.name:  # else a tuner goes back; the energy of its trials was used
             self._run.ledger.prior = account  # a strategy that restores late
-
-
-def _prefetch(wanted: bool | int | str | Prefetch) -> Prefetch | None:
-    if isinstance(wanted, Prefetch):
-        return wanted
-    if wanted is True:
-        raise InputError("prefetch is wrong.", expected="'auto', a depth, a Prefetch, or False", got=True)
-    return None if wanted is False else Prefetch(wanted)

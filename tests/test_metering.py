@@ -193,6 +193,24 @@ def test_a_sensor_that_hangs_does_not_hold_up_the_others(monkeypatch):
     recorder.stop()
 
 
+def test_phases_are_added_up_where_nothing_is_logged(monkeypatch):
+    from lightning_npu.metering import recorder as module
+
+    monkeypatch.setattr(module, "FOLD_S", 0.02)
+    recorder = Recorder(EnergyMonitor([boards()], interval_s=0.005))
+    recorder.start()
+    until_s, steps = time.monotonic() + 0.3, 0
+    while time.monotonic() < until_s:
+        recorder.phases.switch("train")
+        steps += 1
+        recorder.step_done(1, steps)
+        time.sleep(0.0005)
+    assert steps > 50
+    assert recorder.by_phase["train"]
+    assert len(recorder.phases.waiting()) < steps
+    recorder.stop()
+
+
 def test_a_snapshot_is_whole_at_every_moment():
     recorder = Recorder(EnergyMonitor([boards(update_s=0.05)], interval_s=0.01))
     recorder.start()

@@ -23,6 +23,9 @@ RESOLVED_PERIODS = 10
 LONGEST_S = 60.0
 """How far back steps are remembered."""
 
+FOLD_S = 5.0
+"""How long spans of phases wait at most until what is settled of them is added up, while steps are trained."""
+
 SETTLE_S, SETTLE_PERIODS = 10.0, 4
 """How long spans wait for the readings that settle them: a sensor that hangs must not hold up the others' figures."""
 
@@ -52,6 +55,7 @@ class Recorder:
         self._marks: deque[Mark] = deque()
         self._elsewhere: deque[Span] = deque()
         self._folded_s = -math.inf
+        self._tried_s = time.monotonic()
         self._whole: Window | None = None
         self._final: Totals | None = None
         self._epoch: Window | None = None
@@ -97,6 +101,8 @@ class Recorder:
         self._marks.append(Mark(now_s, trained_s, self.samples, steps, self.batches))
         while len(self._marks) > 3 and self._marks[0].time_s < now_s - LONGEST_S:
             self._marks.popleft()
+        if now_s - self._tried_s > FOLD_S:  # also where nothing is logged: detail of long ago is gone
+            self.fold()
 
     def interrupt(self, phase: str) -> None:
         """Something else begins, such as a validation."""
@@ -207,7 +213,8 @@ class Recorder:
         self.monitor.begin("phase")
 
     def _fold(self, until_s: float) -> None:
-        forced_s = time.monotonic() - max(SETTLE_S, SETTLE_PERIODS * self._slowest_s)
+        self._tried_s = time.monotonic()
+        forced_s = self._tried_s - max(SETTLE_S, SETTLE_PERIODS * self._slowest_s)
         spans = self.phases.take(max(until_s, forced_s))
         # between two polls a curve is a straight line: to lay an edge there for every short step would tell no more
         for bundled in bundle(spans, TRAINING, self.monitor.interval_s / 2):
