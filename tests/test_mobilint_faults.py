@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_encoder, make_images
-from mobilint_parts import artifact, board, fake_module  # noqa: F401
+from mobilint_parts import FAKES, artifact, board, fake_module  # noqa: F401
 
 import lightning_npu as npu
 from lightning_npu.runtimes.mobilint.cores import CorePlan
@@ -289,6 +292,21 @@ def test_the_reference_takes_over_when_the_board_is_lost(artifact: npu.Artifact,
     module.close()
 
 
+def test_a_model_that_cannot_be_taken_down_is_a_line_in_the_log(
+    artifact: npu.Artifact, board: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = npu.NPUFrozenModule(artifact, runtime="mobilint")
+    module(make_images(1))
+    board.dispose_status = "Driver_FailedToUnclaimCores"
+    with caplog.at_level("WARNING"):
+        module.close()
+    assert any("taking the model down" in record.getMessage() for record in caplog.records)
+    assert board.events[-1] == "close 0"
+    board.dispose_status = ""
+    module(make_images(1))
+    module.close()
+
+
 def test_objects_go_in_the_vendors_order(artifact: npu.Artifact, board: Any) -> None:
     runtime = MobilintRuntime.open(artifact)
     runtime.run([make_images(1)])
@@ -336,6 +354,34 @@ def test_what_a_spawned_process_gets_is_plain(artifact: npu.Artifact, board: Any
     assert board.events.count("open 0") == 2
     twin.close()
     module.close()
+
+
+def test_two_ranks_of_a_host_share_a_board_as_a_launcher_starts_them(artifact: npu.Artifact, board: Any) -> None:
+    """Real processes, each with the fake."""
+    if board.native.__name__ != "fake_qbruntime":
+        pytest.skip("the processes have the fake in either case")
+    code = f"""
+import json, qbruntime, torch
+import lightning_npu as npu
+from qbruntime._core import board
+board.inputs, board.outputs = [(16, 16, 3)], [(1, 16, 8), (1, 1, 8)]
+board.compute = lambda arrays: [arrays[0].reshape(6, 16, 8)[:1], arrays[0].reshape(-1)[:8].reshape(1, 1, 8)]
+module = npu.NPUFrozenModule({str(artifact.path)!r}, runtime="mobilint")
+module(torch.ones(3, 3, 16, 16))
+facts = module.describe()
+module.close()
+print(json.dumps([facts["cores"], facts["slots"], facts["device_index"], board.events[-2:]]))
+"""
+    started = []
+    for rank in range(2):
+        environ = {
+            **os.environ, "PYTHONPATH": f"{FAKES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "QBRUNTIME_LOG_LEVEL": "off",
+        }  # fmt: skip
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ))
+    answers = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+    ends = ["dispose", "close 0"]
+    assert answers == [[[0, 1, 2, 3], 4, 0, ends], [[4, 5, 6, 7], 4, 0, ends]]
 
 
 def test_sharing_is_refused_where_cores_are_not_kept_to(

@@ -103,6 +103,7 @@ def test_one_model_is_launched_and_one_thread_per_core_calls_it(artifact: npu.Ar
         ("global4", {}, 2, "global4, clusters 0-1"),
         ("global8", {}, 1, "global8, all cores"),
         ("all", {}, 8, "single, cores 0-7"),
+        ("global4", {"core_mode": "auto"}, 2, "global4, clusters 0-1"),
         ("all", {"core_mode": "global4"}, 2, "global4, clusters 0-1"),
         ("all", {"core_mode": "global8"}, 1, "global8, all cores"),
         ("single", {"core_mode": "single", "threads": 3}, 3, "single, cores 0-7"),

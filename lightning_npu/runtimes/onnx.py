@@ -124,7 +124,8 @@ class OnnxRuntime(Runtime):
             **options: none are known.
         """
         cls.check_options(device_index, {"threads": threads, **options})
-        fingerprint = artifact.fingerprint
+        foreign = artifact.target != cls.targets[0]  # near to what the device computes, not equal
+        fingerprint = f"{cls.name}:{artifact.fingerprint}" if foreign else artifact.fingerprint
         return cls(artifact.file("model"), artifact.inputs, artifact.outputs, fingerprint=fingerprint, threads=threads)
 
     @classmethod

@@ -42,7 +42,7 @@ class Port:
 
     def images(self, tensor: Tensor, count: int) -> list[Any]:
         """One contiguous NumPy array (H, W, C) per image; ``count`` times the same where there is no batch axis."""
-        axis = self.spec.batch_axis
+        axis, tensor = self.spec.batch_axis, tensor.detach()
         batch = tensor.unsqueeze(0) if axis is None else tensor.movedim(axis, 0)
         batch = batch.to(self.dtype if self.quantization is None else torch.float32)
         if self.permuted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import weakref
@@ -15,6 +16,8 @@ from typing import Any
 from lightning_npu.errors import DeviceError
 from lightning_npu.runtimes.mobilint.errors import translate
 from lightning_npu.runtimes.mobilint.library import open_accelerator
+
+log = logging.getLogger(__name__)
 
 _launched: weakref.WeakSet[LaunchedModel] = weakref.WeakSet()
 
@@ -110,8 +113,8 @@ class LaunchedModel:
         try:
             if self._held:
                 self._model.dispose()
-        except Exception as error:
-            raise translate(error, "taking the model down", self.device) from error
+        except Exception as error:  # whoever closes has no use for it: the device is gone, or the process ends
+            log.warning("%s", " ".join(str(translate(error, "taking the model down", self.device)).split()))
         finally:
             self._drop()
 

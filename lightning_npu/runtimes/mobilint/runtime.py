@@ -40,7 +40,7 @@ class MobilintRuntime(Runtime):
     Made by :meth:`open`. Its options:
 
     - ``core_mode``: "single" (each of 8 cores computes an image), "global4" (each of 2 clusters does) or "global8"
-      (all cores compute one image); default: what the MXQ was compiled for, "single" where it holds all.
+      (all cores compute one image); "auto" and default: what the MXQ was compiled for, "single" where it holds all.
     - ``threads``: threads that call the device, up to two per core or cluster (the device has as many buffers);
       default: one, and two with ``asynchronous``.
     - ``asynchronous``: use the vendor's asynchronous call, if it proves right when the device is opened.
@@ -97,10 +97,10 @@ class MobilintRuntime(Runtime):
         """Refuse unknown options and wrong values; touches no driver."""
         super().check_options(device_index, options)
         mode = options.get("core_mode")
-        if mode is not None and mode not in MODES:
+        if mode is not None and mode not in ("auto", *MODES):
             raise InputError(
                 "core_mode is wrong.",
-                expected=f"None or one of {list(MODES)}",
+                expected=f"'auto' or one of {list(MODES)}",
                 got=repr(mode),
                 remedy="'multi' is left out because one model reaches a third of the speed in it" if mode == "multi"
                 else "leave it out to take what the MXQ was compiled for",
@@ -170,7 +170,7 @@ class MobilintRuntime(Runtime):
         check_mxq(path)
         module = library.load(timeout_s)
         place = choose(library.device_numbers(module), device_index, ranks_per_device, local_ranks())
-        plan = plan_cores(section["core_mode"], core_mode, place)
+        plan = plan_cores(section["core_mode"], None if core_mode == "auto" else core_mode, place)
         model = LaunchedModel(module, path, configure(module, plan, asynchronous=asynchronous), place.number)
         try:
             plan = taken(module, model.vendor, plan)

@@ -63,7 +63,7 @@ class Board:
         compute: one image's inputs to its outputs.
         fault: called with the number of the call; may raise, wait, or return other outputs.
         latency_s: of one image.
-        launch_status: a status that launch() fails with.
+        launch_status, dispose_status: a status that launch() or dispose() fails with.
         garbage: "", or what more than one asynchronous call in flight gives: "garbage", "nan".
         native: the module whose enumerations and classes are given out.
         error: the exception class.
@@ -85,7 +85,7 @@ class Board:
         self.compute: Compute = lambda arrays: [arrays[0].astype(np.float32).mean((0, 1), keepdims=True)]
         self.fault: Callable[[int], Any] | None = None
         self.latency_s = 0.0
-        self.launch_status = ""
+        self.launch_status = self.dispose_status = ""
         self.garbage = ""
         self.native: Any = None
         self.error: type[Exception] = QbRuntimeError
@@ -235,6 +235,9 @@ class Model:
         board = self._board
         if self._running:
             board.disposed_under_a_call = True
+        if self._launched and board.dispose_status:
+            self._launched = False
+            raise fail(board.dispose_status, "ioctl failed")
         if self._launched:
             board.busy_cores[self._acc.number] -= self.cores
             board.events.append("dispose")
