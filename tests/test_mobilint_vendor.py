@@ -149,6 +149,25 @@ def test_bad_files_are_told_apart(tmp_path: Path, content: bytes, message: str) 
         check_mxq(tmp_path / "model.mxq")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.mxq")
+    with pytest.raises(npu.ArtifactError, match=r"model\.mxq is no regular file"):
+        check_mxq(tmp_path / "model.mxq")
+
+
+def test_an_mxq_that_is_not_the_listed_one_is_refused_by_its_hash(compiled: npu.Artifact, tmp_path: Path) -> None:
+    artifact = make_mobilint(compiled.path, tmp_path / "encoder.npu")
+    path = artifact.file("mxq")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    module = npu.NPUFrozenModule(artifact, runtime="mobilint")
+    with pytest.raises(npu.ArtifactError, match=r"File 'mxq' \(model\.mxq\)(.|\n)*its SHA-256 is wrong"):
+        module.describe()
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(npu.ArtifactError, match=r"File 'mxq'(.|\n)*truncated or was replaced"):
+        npu.Artifact.load(artifact.path)
+
+
 def test_an_mxq_begins_with_what_the_vendor_looks_for(tmp_path: Path) -> None:
     """Of all beginnings, this one makes the vendor ask for a version instead of a magic value."""
     said = {}

@@ -18,8 +18,9 @@ def check_mxq(path: Path) -> None:
     Raises:
         ArtifactError: it is missing, a folder, empty, too short, unreadable, or begins otherwise.
     """
-    if path.is_dir():
-        raise ArtifactError(f"{path} is a folder.", expected="an MXQ file", remedy=_REMEDY)
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever, in the vendor's library with the GIL
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ArtifactError(f"{path} is {kind}.", expected="an MXQ file", remedy=_REMEDY)
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
