@@ -165,7 +165,7 @@ def test_garbage_and_failures_of_asynchronous_calls(artifact: npu.Artifact, boar
 
 def test_a_hang_ends_by_the_watchdog_and_nothing_is_disposed_under_it(artifact: npu.Artifact, board: Any) -> None:
     runtime = MobilintRuntime.open(artifact)
-    worker = Worker(lambda: runtime, timeout_s=0.3)
+    worker = Worker(lambda: runtime, timeout_s=0.8)
     board.fault = lambda number: board.hang() if number == 3 else None
     pending = [worker.submit([make_images(4, seed=seed)], name=f"batch {seed}") for seed in range(3)]
     errors = []
@@ -190,7 +190,7 @@ def test_a_hang_ends_by_the_watchdog_and_nothing_is_disposed_under_it(artifact: 
 
 
 def test_an_artifact_can_be_opened_again_after_a_hang(artifact: npu.Artifact, board: Any) -> None:
-    module = npu.NPUFrozenModule(artifact, runtime="mobilint", timeout_s=0.4)
+    module = npu.NPUFrozenModule(artifact, runtime="mobilint", timeout_s=1.0)
     images = make_images(2)
     module(images)
     board.fault = lambda number: board.hang()
@@ -396,3 +396,45 @@ def test_sharing_is_refused_where_cores_are_not_kept_to(
     board.ignores_core_ids = True
     with pytest.raises(npu.RuntimeUnavailableError, match=r"does not keep to the cores(.|\n)*\[4, 5, 6, 7\]"):
         MobilintRuntime.open(artifact)
+
+
+@pytest.mark.parametrize("lost_at", [None, 40])
+def test_a_training_run_on_a_board_that_may_be_lost(artifact: npu.Artifact, board: Any, lost_at: int | None) -> None:
+    """The same batches in the same order as in torch, by whichever of the two computes them."""
+    import lightning as L
+
+    class Policy(L.LightningModule):
+        def __init__(self, encoder: torch.nn.Module) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.encoder, self.head, self.losses = encoder, torch.nn.Linear(8, 1), []
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            loss = (self.head(self.encoder(batch[0])[1]) - 1).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    def losses(encoder: torch.nn.Module, *callbacks: L.Callback) -> list[float]:
+        data = torch.utils.data.TensorDataset(make_images(48, seed=4))
+        policy = Policy(encoder)
+        trainer = L.Trainer(
+            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=list(callbacks),
+        )  # fmt: skip
+        trainer.fit(policy, torch.utils.data.DataLoader(data, batch_size=8))
+        return policy.losses
+
+    right = losses(make_encoder().requires_grad_(False))
+    board.latency_s = 0.001
+    module = npu.NPUFrozenModule(artifact, runtime="mobilint", reference=make_encoder(), on_failure="reference")
+    module.describe()
+    if lost_at is not None:
+        fails_at(board, board.calls + lost_at, "Acc_NPUTimeout")
+    found = losses(module, npu.Prefetch())
+    assert len(found) == 12
+    assert found == pytest.approx(right, rel=1e-4)
+    assert (module.failure is not None) == (lost_at is not None)
+    module.close()
