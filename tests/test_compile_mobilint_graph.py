@@ -19,6 +19,7 @@ from lightning_npu.compile.mobilint_check import KNOWN_GOOD, module_of
 from lightning_npu.compile.mobilint_export import OPSET, MobilintExport, export_for_mobilint
 from lightning_npu.compile.mobilint_layout import hwc_shape, to_hwc
 from lightning_npu.compile.samples import Samples
+from lightning_npu.compile.split import split_module
 from lightning_npu.compile.static_graph import StaticGraph
 from lightning_npu.compile.undisturbed import undisturbed
 from lightning_npu.errors import CompileError
@@ -211,9 +212,9 @@ TOKENS = torch.randn(2, 5, 8)
         (lambda f, x: torch.where(x > 0, f(x), x), (TOKENS,), r"Where in 'blocks\.1' .*a choice per element"),
         (lambda f, x: f(x).repeat(1, 2, 1), (TOKENS,), r"(Tile|Expand) in 'blocks\.1' .*a repetition"),
         (
-            lambda f, x: f(x).reshape(x.shape[0] * 5, 8)[:, :4].reshape(x.shape[0], 5, 4),
+            lambda f, x: nn.functional.conv1d(f(x).reshape(-1, 1, 8), torch.ones(1, 1, 3), padding=1).reshape(x.shape),
             (TOKENS,),
-            r"gives \[5, 8\]: expected a batch of one as the first axis",
+            r"gives \[5, 1, 8\]: expected a batch of one as the first axis",
         ),
         (
             lambda f, x: f(x).reshape(-1, 5, 2, 2, 2).transpose(2, 4).sum((2, 3)),
@@ -289,6 +290,38 @@ def test_names_of_modules_from_names_of_nodes() -> None:
 
 
 # ---- token order
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: f(x).reshape(-1, 8)[:, :4].reshape(x.shape[0], 5, 4),
+        lambda f, x: f(f(x).reshape(-1, 8).relu()).reshape(x.shape),
+        lambda f, x: torch.addmm(f.bias, f(x).reshape(-1, 8), f.weight.T).reshape(x.shape),
+        lambda f, x: f(x).reshape(-1, 4, 2).amax(1).softmax(-1).reshape(x.shape[0], 5, 2),
+        lambda f, x: torch.cat([f(x).reshape(-1, 8), x.reshape(-1, 8)], 1).reshape(x.shape[0], 5, 16),
+    ],
+)
+def test_what_lost_its_batch_axis_gets_it_back(call: object, tmp_path: Path) -> None:
+    made = export(Head(call), (TOKENS,), tmp_path / "l.onnx")
+    assert made.max_abs_error["output"] < 1e-5
+    assert_plain(tmp_path / "l.onnx")
+
+
+def test_a_cut_encoder_whose_attention_torch_export_has_taken_apart(tmp_path: Path) -> None:
+    """Its tokens are stacked from a list, so the cut goes through torch.export: heads come first, without a batch."""
+    args = (torch.rand(3, 3, 32, 32), torch.randn(3, 8), torch.randn(3, 6))
+    head, _ = split_module(act_front(), "encoder.layers.1", args)
+    made = export(head, args, tmp_path / "cut.onnx")
+    assert max(made.max_abs_error.values()) < 1e-5
+    assert len(made.score_products) == 2
+    graph = assert_plain(tmp_path / "cut.onnx")
+    scores = [graph.shapes[node.output[0]] for node in graph.nodes if node.op_type == "Softmax"]
+    assert scores == [(1, 4, 18, 18)] * 2
+    # one layer earlier the positions, which do not depend on an input, would have to come out of the board
+    head, _ = split_module(act_front(), "encoder.layers.0", args)
+    with pytest.raises(CompileError, match="does not depend on any input: what is constant, such as positions"):
+        export(head, args, tmp_path / "cut.onnx")
 
 
 class SequenceFirst(nn.Module):

@@ -14,6 +14,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_npu.errors import CompileError
 
 MASKED = -1e4  # added to a score that a mask hides: its softmax is 0 in float32, and no infinity enters the graph
+_PRODUCT_FORMS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _REMEDY = "write this layer's attention with matmul and softmax, or cut the head before it"
 
 
@@ -38,12 +41,17 @@ class ExplicitAttention(TorchFunctionMode):
     ) -> Any:
         """Take the attention calls, pass on all others."""
         given = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
+        if func in _PRODUCT_FORMS:
             self.count += 1
             return _scaled_dot_product(*args, **given)
         if func is F.multi_head_attention_forward:
             self.count += 1
             return _multi_head(inspect.signature(func).bind(*args, **given))
+        if func is _BATCH_NORM:  # what torch.export makes of it, which exporters of opset 17 do not know
+            x, weight, bias, mean, var, momentum, eps = args
+            return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps), x.new_empty(0), x.new_empty(0)
+        if func is _UNSAFE_VIEW:
+            return args[0].reshape(args[1])
         return func(*args, **given)
 
 

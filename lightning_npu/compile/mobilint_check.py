@@ -161,7 +161,11 @@ def _pieces(graph: StaticGraph) -> list[str]:
             group[root(name)] = root(names[0])
         if fed.intersection(node.input):
             fed.update(node.output)
-    found = [f"output '{name}' does not depend on any input" for name in sorted(graph.outputs - fed)]
+    found = [
+        f"output '{name}' does not depend on any input: what is constant, such as positions, has to be a buffer of "
+        "what follows in torch"
+        for name in sorted(graph.outputs - fed)
+    ]
     pieces = {root(name) for name in (*graph.outputs, *(value.name for value in graph.model.graph.input))}
     if len(pieces) > 1:
         members = [sorted(name for name in graph.outputs if root(name) == piece) for piece in sorted(pieces)]

@@ -114,9 +114,10 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     """Rewrite a folded graph in few, plain operators; it computes the same.
 
     Tokens that are taken apart and put together again stay together, ``Split`` and constant ``Gather`` become
-    ``Slice``, all changes of shape become ``Reshape``, and sequence-first tokens (tokens, 1, features) become
-    (1, tokens, features).
+    ``Slice``, all changes of shape become ``Reshape``, sequence-first tokens (tokens, 1, features) become (1, tokens,
+    features), and what has lost its batch axis gets it back.
     """
+    from lightning_npu.compile.lift import lift
     from lightning_npu.compile.token_order import batch_first
 
     graph = StaticGraph(model)
@@ -124,6 +125,8 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     _without_split(graph)
     _plain_shapes(graph)
     batch_first(graph)
+    _plain_shapes(graph)
+    lift(graph)
     _plain_shapes(graph)
     _without_identity(graph)
     return graph.model

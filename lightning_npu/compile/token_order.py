@@ -9,11 +9,11 @@ from onnx import helper
 from lightning_npu.compile.static_graph import StaticGraph, attribute
 
 # operators that treat every token alike, given operands that are laid out alike
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Abs", "Neg", "Sqrt", "Exp", "Log", "Erf", "Clip", "Tanh", "Sigmoid", "Relu"}
     | {"LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid", "HardSwish", "Softplus", "Softsign", "Mish", "Gelu"}
 )
-_REDUCTIONS = frozenset({"ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2"})
+REDUCTIONS = frozenset({"ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2"})
 
 
 def batch_first(graph: StaticGraph) -> None:
@@ -47,7 +47,7 @@ class _BatchFirst:
         if output not in self.graph.outputs and node.input[:1] and node.input[0] in self.swapped:
             if node.op_type == "Slice":
                 return self._slice(node)
-            if node.op_type in _REDUCTIONS and list(attribute(node, "axes", [])) in ([0], [-3]):
+            if node.op_type in REDUCTIONS and list(attribute(node, "axes", [])) in ([0], [-3]):
                 return self._reduce(node)
         if len(node.output) != 1 or output in self.graph.outputs or not self._is_sequence(output):
             return node.op_type == "Transpose" and self._transpose(node, swap_output=False)
@@ -69,7 +69,7 @@ class _BatchFirst:
         return len(shape) == 3 and shape[0] > 1 and shape[1] == 1
 
     def _treats_tokens_alike(self, node: onnx.NodeProto) -> bool:
-        if node.op_type in _ELEMENTWISE:
+        if node.op_type in ELEMENTWISE:
             return True
         if node.op_type == "MatMul":
             weight = self.graph.constants.get(node.input[1])
