@@ -220,7 +220,8 @@ def test_slow_sensors_lengthen_the_window(tmp_path):
         Model(step_s=0.02), loader(200)
     )
     assert any(keys.TOTAL_J in row for row in rows_of(logger))
-    assert not any(keys.STEP_J in row for row in rows_of(logger) if row.get(keys.ELAPSED_S, 9) < 0.9)
+    known = [row for row in rows_of(logger) if 0.8 < row.get(keys.ELAPSED_S, 0.0) < 0.95]  # by then its period is
+    assert not any(keys.STEP_J in row for row in known)
 
 
 def test_fit_twice_and_validate_in_between(tmp_path, truth):
@@ -315,7 +316,7 @@ def test_tuners_find_the_same_and_count_their_energy(tmp_path, truth):
     inside = pl.callbacks.LearningRateFinder(num_training_steps=12)
     make_trainer(tmp_path, energy, inside, max_epochs=1).fit(Tunable())
     report = energy.report
-    assert report["samples"] == 64
+    assert report["samples"] == 2 * report["optimizer_steps"] > 0, "what the finder tried is energy, but no training"
     assert abs(total_j(report) - truth.energy_j()) <= report["total"]["uncertainty_j"]
     assert sum(phase["energy_j"] for phase in report["phases"].values()) == pytest.approx(total_j(report), rel=1e-6)
 
@@ -653,12 +654,13 @@ def counted(report: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("middle", [True, False])
 def test_a_resumed_run_goes_on_counting(tmp_path, middle, truth):
     saver = ModelCheckpoint(
-        tmp_path / "saved", save_last=True, **({"every_n_train_steps": 15} if middle else {"every_n_epochs": 1})
+        tmp_path / "saved", save_top_k=-1, **({"every_n_train_steps": 15} if middle else {"every_n_epochs": 1})
     )
     first = meter()
     trainer = make_trainer(tmp_path, first, saver, enable_checkpointing=True, max_epochs=2)
     trainer.fit(Model(step_s=0.005), loader(), loader(4))
-    state = torch.load(saver.last_model_path, weights_only=True)["callbacks"]["EnergyMeter"]
+    path = next((tmp_path / "saved").glob("*step=15*" if middle else "*step=20*"))
+    state = torch.load(path, weights_only=True)["callbacks"]["EnergyMeter"]
     saved = state["account"]
     assert (saved["samples"], saved["steps"]) == ((60, 15) if middle else (80, 20))
     phases = sum(board["energy_j"] for phase in saved["phases"].values() for board in phase.values())
@@ -667,7 +669,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path, middle, truth):
     other = SimulatedSource([SimulatedBoard(30.0, name="elsewhere", kind="npu", counter=True)])
     second = meter(other)
     trainer = make_trainer(tmp_path, second, EarlyStopping(keys.PER_SAMPLE_J, patience=99), max_epochs=3)
-    trainer.fit(Model(step_s=0.005), loader(), loader(4), ckpt_path=saver.last_model_path)
+    trainer.fit(Model(step_s=0.005), loader(), loader(4), ckpt_path=path)
     report = read_report(second.path)
     assert counted(report) == (120, 30)
     assert len(report["boards"]) == 3

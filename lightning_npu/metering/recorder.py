@@ -59,9 +59,9 @@ class Recorder:
         self._whole: Window | None = None
         self._final: Totals | None = None
         self._epoch: Window | None = None
-        self._epoch_from = (0, 0)  # samples and steps at its begin
+        self._epoch_from = (0, 0, 0)  # samples, steps and batches at its begin
         self._epoch_ended: Epoch | None = None
-        self._elsewhere_before: Totals = {}
+        self._trained: Totals = {}  # in the present epoch, as far as it is settled
 
     def start(self, *, quietly: bool = False) -> None:
         """Begin to measure.
@@ -156,10 +156,13 @@ class Recorder:
         return Snapshot(totals, by_phase, phase_s, elapsed_s)
 
     def begin_epoch(self) -> None:
-        """Begin the window of an epoch."""
+        """Begin the window of an epoch; no effect where one has begun and nothing was trained in it yet."""
+        if self._epoch is not None and self._epoch_ended is None and self._epoch_from[2] == self.batches:
+            return
+        self.fold()
         self._epoch, self._epoch_ended = self.monitor.begin("epoch"), None
-        self._epoch_from = (self.samples, self.steps)
-        self._elsewhere_before = self._elsewhere_total()
+        self._epoch_from = (self.samples, self.steps, self.batches)
+        self._trained = {}
 
     def end_epoch(self) -> None:
         """End the window of an epoch; no effect where none is open."""
@@ -230,6 +233,9 @@ class Recorder:
 
     def _account(self, bundled: Sequence[Span], totals: Totals) -> None:
         """Add spans that follow one another to their phases, whose energies together are ``totals``."""
+        epoch = self._epoch if self._epoch_ended is None else None
+        if epoch is not None and bundled[0].phase in TRAINING and bundled[0].start_s >= epoch.started_s:
+            self._trained = then(self._trained, totals)
         seconds: dict[str, float] = {}
         for span in bundled:
             seconds[span.phase] = seconds.get(span.phase, 0.0) + span.end_s - span.start_s
@@ -242,22 +248,14 @@ class Recorder:
             self.phase_s[phase] = self.phase_s.get(phase, 0.0) + phase_s
 
     def _measure_epoch(self, window: Window) -> Epoch:
-        elsewhere = without(self._elsewhere_total(), self._elsewhere_before)
-        whole = self._total(window)
-        samples, steps = self._epoch_from
-        return Epoch(whole, without(whole, elsewhere), self.samples - samples, self.steps - steps, window.duration_s)
-
-    def _elsewhere_total(self) -> Totals:
-        """What all phases but training used so far, also what is not settled."""
         self.fold()
-        total: Totals = {}
-        for phase, totals in self.by_phase.items():
-            if phase not in TRAINING:
-                total = then(total, totals)
-        for span in self.phases.waiting():
-            if span.phase not in TRAINING:
-                total = then(total, self._between(span))
-        return total
+        training = self._trained
+        waiting = (span for span in self.phases.waiting() if span.start_s >= window.started_s)
+        for spans in bundle(waiting, TRAINING, math.inf):
+            if spans[0].phase in TRAINING:
+                training = then(training, self._between(Span("", spans[0].start_s, spans[-1].end_s)))
+        samples, steps, _ = self._epoch_from
+        return Epoch(self._total(window), training, self.samples - samples, self.steps - steps, window.duration_s)
 
     def _between(self, span: Span) -> Totals:
         return self._as_totals(self.monitor.between(span.start_s, span.end_s))

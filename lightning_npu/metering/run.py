@@ -109,8 +109,8 @@ class MeteredRun:
 
     def begin_epoch(self) -> None:
         """An epoch begins, by waiting for data."""
-        self.recorder.phases.switch("data_wait")
         self.recorder.begin_epoch()
+        self.recorder.phases.switch("data_wait")
         self.timer.interrupt()
 
     def end_epoch(self) -> None:
