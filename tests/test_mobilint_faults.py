@@ -76,6 +76,8 @@ def test_a_device_that_is_lost_at_a_batch_names_batch_and_device(
     assert board.calls == 5  # nobody waits for a device that is gone
     worker.close()
     assert board.events[-2:] == ["dispose", "close 0"]
+    gc.collect()  # though the errors are kept, the vendor's objects are not
+    assert not [thing for thing in gc.get_objects() if type(thing) is fake_module()._core.Model]
 
 
 def test_a_failure_that_is_not_the_devices_end_costs_one_batch(

@@ -52,7 +52,7 @@ class LaunchedModel:
         except Exception as error:
             self._drop()
             raise translate(error, f"reading {path.name}", self.device) from error
-        with suppress(AttributeError):  # 1.4 and later
+        with suppress(Exception):  # 1.4 and later; only a name
             self.device = f"Mobilint {self._accelerator.get_device_name()} {number}"
 
     def launch(self) -> None:
@@ -72,12 +72,12 @@ class LaunchedModel:
         Raises:
             DeviceError: it was closed, or belongs to the process from which this one was forked.
         """
+        if self._pid != os.getpid():  # before the lock, which a thread of the parent may have held
+            raise DeviceError(
+                f"{self.device} was opened by the process from which this one was forked.",
+                remedy="open the artifact in this process",
+            )
         with self._lock:
-            if self._pid != os.getpid():
-                raise DeviceError(
-                    f"{self.device} was opened by the process from which this one was forked.",
-                    remedy="open the artifact in this process",
-                )
             if self._closed:
                 raise DeviceError(f"The model on {self.device} was closed.", remedy="open the artifact again")
             self._running += 1

@@ -231,6 +231,8 @@ class MobilintRuntime(Runtime):
                 answers = infer_async(model, arrays) if self.asynchronous else list(model.infer_hwc(arrays))
             except Exception as error:
                 raise self._failed(error) from error
+            finally:
+                del model  # who keeps the error keeps this frame, and models must go before their accelerators
         if len(answers) != len(self._answers):
             raise DeviceError(
                 f"{self.device} answered with another number of outputs than the artifact has.",
@@ -244,6 +246,8 @@ class MobilintRuntime(Runtime):
         translated = translate(error, "computing an image", self.device, running=True)
         assert isinstance(translated, DeviceError)
         status = status_of(error)
+        if status is not None:
+            error.with_traceback(None)  # its frames hold the vendor's model, too
         if status is not None and status.lost:  # later calls must not wait for a device that is gone
             self._lost = DeviceError(
                 f"{self.device} was lost: {translated.what}",
