@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_npu.energy import EnergyMeter as EnergyMeter
     from lightning_npu.errors import ArtifactError as ArtifactError
     from lightning_npu.errors import CompileError as CompileError
+    from lightning_npu.errors import CompilerMissingError as CompilerMissingError
     from lightning_npu.errors import DeviceError as DeviceError
     from lightning_npu.errors import FidelityError as FidelityError
     from lightning_npu.errors import InputError as InputError
@@ -34,6 +35,7 @@ _PUBLIC = {
     "Artifact": "artifact",
     "ArtifactError": "errors",
     "CompileError": "errors",
+    "CompilerMissingError": "errors",
     "DeviceError": "errors",
     "EnergyMeter": "energy",
     "EnergyMonitor": "power.monitor",

@@ -180,3 +180,10 @@ def test_arguments_that_do_not_go_together(arguments: tuple[str, ...], message: 
     result = run(*arguments)
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_the_command_names_every_core_mode() -> None:
+    from lightning_npu import cli
+    from lightning_npu.compile.mobilint_options import CORE_MODES
+
+    assert cli.CORE_MODES == CORE_MODES  # written twice, so that --help does not import torch
