@@ -71,6 +71,7 @@ bench: setup
 	$(PY) benchmarks/overlap.py
 	$(PY) benchmarks/overlap.py --python
 	$(PY) benchmarks/balance.py
+	$(PY) benchmarks/mobilint_attention.py --weights trained
 
 # beside zeus, codecarbon and mblt-tracker, whose dependencies exclude each other's and ours: an environment of its own
 bench-energy: .venv-peers/.installed
