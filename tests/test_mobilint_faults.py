@@ -345,6 +345,22 @@ def test_a_forked_child_leaves_the_parents_model_alone_and_opens_its_own(artifac
     module.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_destroy_what_it_inherited(artifact: npu.Artifact, board: Any) -> None:
+    runtime = MobilintRuntime.open(artifact)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            del runtime
+            gc.collect()
+            status = 0 if board.events == ["open 0", "model", "launch"] else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    runtime.close()
+
+
 def test_what_a_spawned_process_gets_is_plain(artifact: npu.Artifact, board: Any) -> None:
     import pickle
 
