@@ -126,7 +126,7 @@ def test_a_held_gil_is_found(bench: Bench, board: Any, monkeypatch: pytest.Monke
     board.latency_s = 0.05
     assert checks.gil(bench).verdict == "pass"
     board.latency_s = 0.0
-    board.fault = lambda number: sum(range(3_000_000)) * 0 or None  # one C call that keeps the GIL
+    board.fault = lambda number: sum(range(10_000_000)) * 0 or None  # one C call that keeps the GIL
     found = checks.gil(bench)
     assert found.verdict == "FAIL", found.text
     monkeypatch.setattr(checks, "_TELLING_S", 1e9)
