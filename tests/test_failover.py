@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import pickle
 import threading
@@ -25,6 +26,7 @@ from test_prefetch import (
 from torch import Tensor, nn
 
 import lightning_npu as npu
+from lightning_npu.power.simulated import SimulatedBoard, SimulatedSource
 from lightning_npu.runtimes import SimulatedRuntime
 from lightning_npu.worker import THREAD_NAME
 
@@ -211,3 +213,22 @@ def test_offload_keeps_what_can_take_over(tmp_path: Path, compiled: npu.Artifact
     twin = pickle.loads(pickle.dumps(frozen))
     assert twin._failover.policy == "reference"
     assert twin.failure is None
+
+
+@pytest.mark.parametrize("at", [12, 99])
+def test_a_run_on_two_devices_is_marked_and_its_energy_kept_apart(tmp_path: Path, at: int) -> None:
+    frozen, _ = faulty(raises, at)
+    gpu = SimulatedSource([SimulatedBoard(100.0, name="g", kind="gpu", counter=True)])
+    meter = npu.EnergyMeter(sources=[gpu])
+    make_trainer(tmp_path, meter).fit(Policy(frozen), loader(shuffle=False))
+    assert meter.path is not None
+    report = json.loads(meter.path.read_text())
+    if at == 99:
+        assert report["failures"] == []
+        return
+    (failure,) = report["failures"]
+    assert failure["module"] == "encoder"
+    assert "link down" in failure["reason"]
+    assert failure["samples_since"] == 4 * (20 - at) - 4  # beginning with the step after the one in which it failed
+    assert 0 < failure["energy_since_j"] < report["total"]["energy_j"]
+    assert failure["energy_since_j"] == pytest.approx(100.0 * failure["seconds_since"], rel=0.02)

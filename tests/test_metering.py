@@ -269,7 +269,7 @@ def a_document(**changes: Any) -> dict[str, Any]:
     account = Account({"a": a_total()}, {"train": {"a": a_total()}}, {"train": 2.0}, 8, 2, 2.0)
     settings: dict[str, Any] = {
         **{"stage": "fit", "started_at": 0.0, "ended": "finished", "epochs": [], "health": {}, "idle_power_w": None},
-        **{"unmetered": {}, "overlap": None, "modules": {}, "ranks": 1, "ranks_merged": True},
+        **{"unmetered": {}, "overlap": None, "modules": {}, "failures": [], "ranks": 1, "ranks_merged": True},
     }
     return document(account, **{**settings, **changes})
 
@@ -292,7 +292,7 @@ def test_the_document_keeps_to_its_schema(tmp_path):
 def _settings(content: dict[str, Any]) -> dict[str, Any]:
     return {
         **{"started_at": None, "ended": "", "epochs": [], "health": {}, "idle_power_w": None, "unmetered": {}},
-        **{"overlap": None, "modules": {}, "ranks": content["ranks"], "ranks_merged": False},
+        **{"overlap": None, "modules": {}, "failures": [], "ranks": content["ranks"], "ranks_merged": False},
     }
 
 

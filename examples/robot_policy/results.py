@@ -35,6 +35,8 @@ def label(result: dict[str, Any]) -> str:
     name = "FP32 in torch" if result["offload"] == "none" else f"{result['offload']} INT8"
     if "balance" in result:
         name += f", balance {result['balance']}"
+    for failure in result.get("device_failures", ()):
+        name += f", FP32 for the last {failure['samples_since']} samples: the device failed"
     return name if result["encoder"] == "stage1" else f"{name}, random encoder"
 
 

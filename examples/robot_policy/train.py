@@ -162,6 +162,7 @@ def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace,
         timing |= {"hit_rate": seen.hit_rate, "wait_s": seen.wait_s, "share_offloaded": prefetch.balancer.share}
     if meter.report is not None:
         timing["energy"] = energy_of(meter.report)
+        timing["device_failures"] = meter.report["failures"]
     write_json(folder / TIMING, timing)
     with whole_file(folder / CHECKPOINT) as temporary:
         trainer.save_checkpoint(temporary, weights_only=True)

@@ -30,6 +30,7 @@ def document(
     unmetered: Mapping[str, str],
     overlap: Overlap | None,
     modules: Mapping[str, Any],
+    failures: Sequence[Mapping[str, Any]],
     ranks: int,
     ranks_merged: bool,
 ) -> dict[str, Any]:
@@ -46,7 +47,8 @@ def document(
         idle_power_w: the baseline of each board; None: there is none.
         unmetered: parts of the run whose energy is in no figure, and why.
         overlap: how well training and accelerator overlapped.
-        modules: the frozen modules and what they ran on.
+        modules: the frozen modules and what they ran on when the run began.
+        failures: devices that failed, and what was used since, by their references too.
         ranks: of the run.
         ranks_merged: whether the figures of all ranks are in it, up to its end.
     """
@@ -94,6 +96,7 @@ def document(
                 "step_s": overlap.step_s,
             },
             "modules": dict(modules),
+            "failures": list(failures),
         }
     )
     return content

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,6 +107,8 @@ class Ledger:
         prior: as given.
         epoch: of all ranks, as of the last :meth:`merge`.
         problems: of all ranks, likewise.
+        failures: gives the devices that failed on this rank.
+        all_failures: of all ranks, as of the last :meth:`merge`.
         ranks_merged: how many ranks the last :meth:`merge` heard of.
     """
 
@@ -118,6 +120,8 @@ class Ledger:
         self.steps_before = recorder.steps
         self.epoch: MergedEpoch | None = None
         self.problems = dict(problems)
+        self.failures: Callable[[], list[dict[str, Any]]] = list
+        self.all_failures: list[dict[str, Any]] = []
         self.ranks_merged = 1
 
     def merge(self) -> None:
@@ -127,6 +131,7 @@ class Ledger:
         mine: dict[str, Any] = {
             "account": self._mine().to_json(),
             "problems": {**self._given_problems, **recorder.monitor.problems},
+            "failures": self.failures(),
             "epoch": None,
         }
         if epoch is not None:
@@ -148,6 +153,7 @@ class Ledger:
         self._samples_merged = recorder.samples
         self._samples_elsewhere = sum(account.samples for account in accounts) - recorder.samples
         self.ranks_merged = len(everyone)
+        self.all_failures = [failure for rank in everyone for failure in rank["failures"]]
         self.problems = {name: reason for rank in everyone for name, reason in rank["problems"].items()}
         epochs = [rank["epoch"] for rank in everyone if rank["epoch"] is not None]
         if epochs:

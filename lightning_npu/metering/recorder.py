@@ -84,7 +84,7 @@ class Recorder:
         self.end_epoch()
         self.monitor.stop()  # reads once more
         self._fold(math.inf)
-        self._final = self._total(self._whole)
+        self._final = self.of_window(self._whole)
 
     def step_done(self, samples: int, steps: int) -> None:
         """A training step ended.
@@ -121,7 +121,7 @@ class Recorder:
         """What every board used since the start; those that could not be read are absent."""
         if self._final is not None:
             return self._final
-        return {} if self._whole is None else self._total(self._whole)
+        return {} if self._whole is None else self.of_window(self._whole)
 
     @property
     def missing(self) -> dict[str, str]:
@@ -255,12 +255,13 @@ class Recorder:
             if spans[0].phase in TRAINING:
                 training = then(training, self._between(Span("", spans[0].start_s, spans[-1].end_s)))
         samples, steps, _ = self._epoch_from
-        return Epoch(self._total(window), training, self.samples - samples, self.steps - steps, window.duration_s)
+        return Epoch(self.of_window(window), training, self.samples - samples, self.steps - steps, window.duration_s)
 
     def _between(self, span: Span) -> Totals:
         return self._as_totals(self.monitor.between(span.start_s, span.end_s))
 
-    def _total(self, window: Window) -> Totals:
+    def of_window(self, window: Window) -> Totals:
+        """What every board used in a window of the monitor; those that could not be read are absent."""
         return self._as_totals(window.by_board)
 
     def _as_totals(self, energies: dict[str, BoardEnergy]) -> Totals:

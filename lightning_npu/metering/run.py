@@ -14,6 +14,7 @@ import torch
 from lightning_npu import keys
 from lightning_npu.metering import values
 from lightning_npu.metering.document import document
+from lightning_npu.metering.failures import FailureWatch
 from lightning_npu.metering.ledger import Account, Ledger
 from lightning_npu.metering.overlap import OverlapTimer
 from lightning_npu.metering.ranks import divide, gather, rank
@@ -74,6 +75,8 @@ class MeteredRun:
         self.recorder = Recorder(make_monitor(sources), rolling_s)
         self.recorder.start(quietly=not sources)  # what is missing is told below, once for all ranks
         self.ledger = Ledger(self.recorder, prior or Account(), ranks_here, problems)
+        self._failures = FailureWatch(self.recorder, modules)
+        self.ledger.failures = self._failures.to_json
         everyone = gather([problems, sorted({board.kind for board in self.recorder.monitor.boards})])
         if rank() == 0:
             _warn(
@@ -121,11 +124,13 @@ class MeteredRun:
 
     def begin_step(self, *, alone: bool) -> None:
         """A training step begins; ``alone``: its features are computed on the spot."""
+        self._failures.look()
         self.timer.step(sum(module.stats["wait_s"] for module in self._modules.values()), alone=alone)
         self.recorder.phases.switch("train")
 
     def stop(self) -> None:
         """End the run."""
+        self._failures.end()
         self.recorder.stop()
 
     def note_epoch(self, number: int) -> None:
@@ -204,6 +209,8 @@ class MeteredRun:
         """
         monitor, account = self.recorder.monitor, self.ledger.account
         self.written_s = self.recorder.elapsed_s
+        mine = self._failures.to_json()
+        elsewhere = self.ledger.all_failures if merged else []
         kinds = {total.kind for total in account.totals.values()}
         return document(
             account,
@@ -216,6 +223,7 @@ class MeteredRun:
             unmetered=self._sensors.unmetered(kinds, {**self.ledger.problems, **self.recorder.missing}),
             overlap=self.timer.overlap,
             modules=self._facts,
+            failures=mine + [failure for failure in elsewhere if failure not in mine],
             ranks=self.ranks,
             ranks_merged=self.ranks == 1 or (merged and self.ledger.ranks_merged == self.ranks),
         )
