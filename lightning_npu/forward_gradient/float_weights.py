@@ -17,13 +17,20 @@ class FloatWeights(ProbedWeights):
     """Adds and subtracts directions in place; float32 comes back to within its rounding.
 
     Narrower weights would not: of them a copy is kept for the length of the step.
+
+    Args:
+        places: the tensors.
+        recipe: options.
+        seed: of the directions.
+        step: number of the step.
+        exact: keep a copy of all: where ranks take different probes, their roundings would differ.
     """
 
-    def __init__(self, places: Sequence[Place], recipe: Recipe, seed: int, step: int) -> None:
+    def __init__(self, places: Sequence[Place], recipe: Recipe, seed: int, step: int, *, exact: bool = False) -> None:
         super().__init__(places, recipe, seed, step)
         self._at: tuple[int, int] | None = None  # probe and sign
         self._ascent: tuple[int, float] | None = None  # probe and signed distance
-        self._home = {p.index: p.parameter.detach().clone() for p in places if p.parameter.dtype in _NARROW}
+        self._home = {p.index: p.parameter.detach().clone() for p in places if exact or p.parameter.dtype in _NARROW}
 
     def perturb(self, probe: int, sign: int) -> None:
         """Move there, from the same probe's other end in one go."""

@@ -11,6 +11,7 @@ import torch
 
 from lightning_npu._lightning import pl
 from lightning_npu.errors import InputError
+from lightning_npu.forward_gradient.evaluation import ranks
 from lightning_npu.forward_gradient.optimizer import ForwardGradient
 
 LOSS_KEY = "train_loss_ff"
@@ -63,7 +64,8 @@ class ForwardGradientMixin:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)  # type: ignore[misc]
         chosen = _trained_by(self)
         if chosen is not None and chosen.last_loss is not None:
-            self.log(LOSS_KEY, chosen.last_loss, on_step=True, on_epoch=True)
+            several = ranks()[1] > 1  # the same on all ranks already; Lightning warns unless told to average
+            self.log(LOSS_KEY, chosen.last_loss, on_step=True, on_epoch=True, sync_dist=several)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log, unless this is one of the calls of ``training_step`` that log nothing."""

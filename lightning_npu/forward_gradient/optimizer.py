@@ -56,8 +56,8 @@ class ForwardGradient(torch.optim.Optimizer):
         first_order: an optimizer over other parameters, such as Adam on a head: each step makes one more call, with
             gradients, and steps it. Its state is saved with this one's. Schedulers for it are the user's.
         ddp: with several processes: "average": all take the same probes, and the mean loss over their samples counts;
-            "directions": each takes probes of its own, and all apply everybody's. Only losses are exchanged. The
-            processes must start from the same weights, as DDP sees to.
+            "directions": each takes probes of its own, and all apply everybody's; float weights are then copied for the
+            length of a step. Only losses are exchanged. The processes must start from the same weights, as DDP sees to.
         seed: of directions and dropout; the same on all ranks.
 
     Attributes:
@@ -227,7 +227,8 @@ class ForwardGradient(torch.optim.Optimizer):
     def _weights(self, places: list[Place]) -> list[ProbedWeights]:
         recipe = Recipe(self.distribution, self.momentum, self.guide, self.kernel_norm, self.density)
         if self.fixed_point is None:
-            return [FloatWeights(places, recipe, self.seed, self.steps)]
+            exact = self.ddp == "directions" and evaluation.ranks()[1] > 1
+            return [FloatWeights(places, recipe, self.seed, self.steps, exact=exact)]
         return [IntegerWeights(places, recipe, self.seed, self.steps, self.fixed_point)]
 
     def _probe(self, weights: list[ProbedWeights], closure: evaluation.Closure) -> Tensor:
