@@ -28,7 +28,7 @@ from lightning_npu.power.base import Board, BoardEnergy, PowerSource, Reading
 from lightning_npu.power.calibration import Calibration
 from lightning_npu.power.curve import BoardCurve
 from lightning_npu.power.monitor import EnergyMonitor, Window
-from lightning_npu.power.polling import Poller, back_off_s
+from lightning_npu.power.polling import Poller, back_off_s, read
 from lightning_npu.power.sampling import THREAD_NAME, Feed
 from lightning_npu.power.simulated import SimulatedBoard, SimulatedSource, SquareWave
 
@@ -299,6 +299,84 @@ def test_a_source_that_raises_costs_a_gap_and_two_lines(source: FolderSource, ca
     assert len(lines) == 2, lines  # one per change of state
     assert lines[0].endswith("lost: RuntimeError: the driver has had enough")
     assert lines[1].endswith("ok")
+
+
+class Wrong(PowerSource):
+    """A third party's source with a mistake in it, which shows after some readings."""
+
+    name = "wrong"
+
+    def __init__(self, given: Any) -> None:
+        self.given, self.calls = given, itertools.count()
+
+    @classmethod
+    def available(cls) -> str:
+        return "ok"
+
+    def boards(self) -> tuple[Board, ...]:
+        return (Board("here/wrong", "npu", "a board", counter=True),)
+
+    def read(self, board: Board, *, power: bool = True) -> Reading:
+        now_s = time.monotonic()
+        return Reading(now_s, 50.0, 50.0 * now_s) if next(self.calls) < 9 else self.given
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (None, "the source gave None, which is no Reading"),
+        ((1.0, 2.0), "which is no Reading"),
+        (Reading(None, 50.0), "TypeError"),  # type: ignore[arg-type]
+        (Reading(0.0, "n/a"), "could not convert string to float: 'n/a'"),  # type: ignore[arg-type]
+        (Reading(0.0, None, [7]), "TypeError"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_reading_is_a_problem_and_no_error(given: Any, problem: str) -> None:
+    with EnergyMonitor([Wrong(given), pair()], 0.005) as monitor:
+        wait_until(lambda: monitor.health()["here/wrong"]["failed"] > 2, "wrong readings")
+        with monitor.window() as window:
+            wait_until(lambda: window.duration_s > 0.05, "some work")
+        health = monitor.health()["here/wrong"]
+        assert problem in health["problem"]
+        assert health["readings"] >= 1
+        assert len(window.by_board) >= 2
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    np = pytest.importorskip("numpy")
+    source = Wrong(None)
+    board = source.boards()[0]
+    source.read = lambda board, power=True: Reading(np.float64(1.0), np.float32(2.5), np.int64(3))  # type: ignore
+    reading = read(source, board)
+    assert (reading.time_s, reading.power_w, reading.energy_j, reading.problem) == (1.0, 2.5, 3.0, "")
+    assert all(type(value) is float for value in (reading.time_s, reading.power_w, reading.energy_j))
+
+
+@pytest.mark.parametrize(
+    ("boards", "problem"),
+    [
+        (None, "TypeError: 'NoneType' object is not iterable"),
+        (("gpu0",), "the source named 'gpu0', which is no Board"),
+        ((Board("here/wrong", "npu", "a board", limit_w="300"),), "has numbers that are none"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_board_is_a_problem_and_no_error(boards: Any, problem: str) -> None:
+    source = Wrong(None)
+    source.boards = lambda: boards  # type: ignore[method-assign]
+    with EnergyMonitor([source, pair()]) as monitor:
+        assert problem in monitor.problems["wrong"]
+        assert len(monitor.boards) == 2
+
+
+def test_a_recipe_that_fails_costs_the_helper_process_alone() -> None:
+    def recipe() -> None:
+        raise RuntimeError("no recipe today")
+
+    source = SimulatedSource([SimulatedBoard(WAVE)])
+    source.recipe = recipe  # type: ignore[method-assign, assignment]
+    with EnergyMonitor([source], 0.01) as monitor, monitor.window() as window:
+        wait_until(lambda: (window.energy_j or 0.0) > 0, "energy")
+        assert next(iter(monitor.health().values()))["reader"] == "thread"
 
 
 def test_a_board_that_is_lost_leaves_the_other(source: FolderSource) -> None:

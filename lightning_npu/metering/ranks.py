@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_npu.power.base import Board, PowerSource, Reading, SourceRecipe
 from lightning_npu.power.host import host_id
+from lightning_npu.power.polling import find_boards
 from lightning_npu.power.session import one_line
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def one_board(recipe: dict[str, Any], key: str) -> OneBoard:
 def boards_of(source: PowerSource) -> tuple[tuple[Board, ...], str]:
     """The boards of a source, or none and the reason."""
     try:
-        return source.boards(), "it has no boards"
+        return find_boards(source), "it has no boards"
     except Exception as error:  # a third party's source may fail in any way, and must not end a training
         return (), one_line(error)
 
@@ -111,7 +112,7 @@ def divide(sources: Sequence[PowerSource]) -> tuple[list[PowerSource], dict[str,
             mine.append((source, boards))
         else:
             problems[unused_name(source.name, problems)] = reason
-    offers = [(source.recipe(), [board.key for board in boards]) for source, boards in mine]
+    offers = [(_recipe(source), [board.key for board in boards]) for source, boards in mine]
     host, here = host_id(), rank()
     everyone = gather([host, [(recipe and asdict(recipe), keys) for recipe, keys in offers]])
     if len(everyone) == 1:
@@ -131,6 +132,14 @@ def divide(sources: Sequence[PowerSource]) -> tuple[list[PowerSource], dict[str,
         free = [board for board in boards if board.key not in taken]
         left += [source] if len(free) == len(boards) else [OneBoard(source, board) for board in free]
     return left, problems
+
+
+def _recipe(source: PowerSource) -> SourceRecipe | None:
+    try:
+        return source.recipe()
+    except Exception as error:
+        log.debug("Other ranks cannot make the source %s: %r", source.name, error)
+        return None
 
 
 def unused_name(name: str, taken: Container[str]) -> str:

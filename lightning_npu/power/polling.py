@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from lightning_npu.power.base import Board, PowerSource, Reading
 
 JITTER = 0.25
 TRIES = 3  # failed reads in a row before a board is left alone: one hiccup should not cost a second of readings
 FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.25, 30.0
+_PLAIN = (float, type(None))  # what a reading is made of, nearly always
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
@@ -19,11 +21,34 @@ def back_off_s(failures: int) -> float:
     return 0.0 if failures < TRIES else min(FIRST_BACK_OFF_S * 2.0 ** min(failures - TRIES, 10), LONGEST_BACK_OFF_S)
 
 
+def find_boards(source: PowerSource) -> tuple[Board, ...]:
+    """The boards of a source, checked here so that a wrong one cannot fail later, in the middle of a training.
+
+    Raises:
+        TypeError: something that is no board, or whose numbers are none.
+        Exception: whatever the source raises.
+    """
+    boards = tuple(source.boards())
+    for board in boards:
+        numbers = (board.limit_w, board.wrap_j, board.averaging_s) if isinstance(board, Board) else ("",)
+        if not all(value is None or isinstance(value, (int, float)) for value in numbers):
+            raise TypeError(f"the source named {board!r}, which is no Board or has numbers that are none")
+    return boards
+
+
 def read(source: PowerSource, board: Board, *, power: bool = True) -> Reading:
-    """A reading whatever the source does: what it raises becomes the reading's problem."""
+    """A reading whatever the source does: what it raises, or gives in place of one, becomes the reading's problem."""
     started = time.monotonic()
     try:
-        return source.read(board, power=power)
+        reading = source.read(board, power=power)
+        if not isinstance(reading, Reading):
+            raise TypeError(f"the source gave {reading!r}, which is no Reading")
+        values = (reading.power_w, reading.energy_j)
+        if type(reading.time_s) is float and type(values[0]) in _PLAIN and type(values[1]) in _PLAIN:
+            return reading
+        # numbers of NumPy and the like
+        power_w, energy_j = (None if value is None else float(value) for value in values)
+        return replace(reading, time_s=float(reading.time_s), power_w=power_w, energy_j=energy_j)
     except Exception as error:
         return Reading((started + time.monotonic()) / 2, problem=f"{type(error).__name__}: {error}")
 

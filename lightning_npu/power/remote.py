@@ -36,7 +36,10 @@ END_S = 1.0
 
 def why_not(source: PowerSource) -> str:
     """Why no helper process can read ``source``; empty when one can."""
-    recipe = source.recipe()
+    try:
+        recipe = source.recipe()
+    except Exception as error:  # a third party's source may fail in any way
+        return f"its recipe cannot be made: {error!r}"
     if os.name != "posix":
         return "helper processes need POSIX pipes"
     if not sys.executable or getattr(sys, "frozen", False):

@@ -13,6 +13,7 @@ from lightning_npu.errors import NPUError
 from lightning_npu.power.base import BoardEnergy, PowerSource
 from lightning_npu.power.calibration import Calibration, lookup
 from lightning_npu.power.curve import BoardCurve
+from lightning_npu.power.polling import find_boards
 from lightning_npu.power.remote import ProcessReader, why_not
 from lightning_npu.power.sampling import STOP_S, Feed, Reader, ThreadReader
 from lightning_npu.power.windows import Window
@@ -175,7 +176,7 @@ class Session:
 
     def _find(self, name: str, source: PowerSource) -> list[Feed]:
         try:
-            boards = source.boards()
+            boards = find_boards(source)
         except Exception as error:
             self.problems[name] = one_line(error)
             return []
