@@ -55,7 +55,7 @@ class EnergyMeter(Training, Evaluations, pl.Callback):
         prefetch: "auto" or a depth: own a :class:`Prefetch` unless the trainer has one; a :class:`Prefetch`: own that
             one; False: own none.
         interval_s: mean time between two readings of a board, in seconds.
-        rolling_s: the shortest window over steps, in seconds; it is longer by itself where a sensor is slow.
+        rolling_s: the shortest window over steps, in seconds, up to 30; it is longer by itself where a sensor is slow.
         idle_power_w: "measure": twelve seconds before the training starts, with everything loaded; or watts by board
             key or kind; None: no net figures.
         calibration: by board key or kind, what is known of a sensor; see :class:`EnergyMonitor`.
@@ -89,7 +89,7 @@ class EnergyMeter(Training, Evaluations, pl.Callback):
         trace: bool = True,
         over_energy: Sequence[str] = ("val*",),
     ) -> None:
-        check(rolling_s=rolling_s, sync=sync, prefix=prefix, samples=samples)
+        check(rolling_s=rolling_s, sync=sync, prefix=prefix, samples=samples, over_energy=over_energy)
         self._make_monitor = functools.partial(
             EnergyMonitor, interval_s=interval_s, idle_power_w=idle_power_w, calibration=calibration
         )
@@ -270,7 +270,7 @@ class EnergyMeter(Training, Evaluations, pl.Callback):
             return
         try:
             account = Account.from_json(state_dict["account"])
-        except (KeyError, TypeError) as error:
+        except Exception as error:  # whatever another version has written there must not end a training
             log.warning("This checkpoint's energy cannot be read (%r): counting begins anew.", error)
             return
         if self._run is None:

@@ -691,8 +691,10 @@ def test_checkpoints_of_others_are_loaded(tmp_path, caplog):
     make_trainer(tmp_path, energy, max_epochs=2).fit(Model(), loader(), ckpt_path=tmp_path / "old.ckpt")
     assert counted(energy.report) == (40, 10), "neither the other training's energy, nor its steps"
     with caplog.at_level(logging.WARNING, logger="lightning_npu"):
-        energy.load_state_dict({"account": {"totals": {}}})
-    assert "counting begins anew" in caplog.text
+        saved = energy.state_dict()["account"]
+        for wrong in ({"totals": {}}, None, [], saved | {"phases": []}, saved | {"samples": "many"}):
+            energy.load_state_dict({"account": wrong})
+    assert caplog.text.count("counting begins anew") == 5
     assert energy.state_dict()["account"]["samples"] == 40
 
 
@@ -722,6 +724,9 @@ def test_a_checkpoint_that_the_user_saves_is_a_phase(tmp_path):
         ({"interval_s": 0}, "cannot be read at that interval"),
         ({"rolling_s": "1"}, "rolling_s is not a number"),
         ({"rolling_s": 0}, "seconds above 0"),
+        ({"rolling_s": 31.0}, "up to 30"),
+        ({"over_energy": None}, "over_energy is wrong"),
+        ({"over_energy": [3]}, "over_energy is wrong"),
         ({"sync": "always"}, "'epoch', 'step' or 'never'"),
         ({"prefix": "npu/"}, "prefix is wrong"),
         ({"samples": 4}, "samples is wrong"),

@@ -159,6 +159,8 @@ def test_an_account_survives_json():
     assert Account.from_json(json.loads(json.dumps(account.to_json()))) == account
     twice = account.then(account)
     assert (twice.samples, twice.steps, twice.elapsed_s, twice.totals["a"].energy_j) == (16, 4, 4.0, 20.0)
+    later = Account({"a": replace(a_total(), state="bent: of a later version")})
+    assert account.then(later).totals["a"].state == "bent: of a later version"
 
 
 # --- the recorder

@@ -6,11 +6,12 @@ from typing import Any
 
 from lightning_npu import keys
 from lightning_npu.errors import InputError
+from lightning_npu.metering.recorder import LONGEST_S
 from lightning_npu.power.calibration import number
 from lightning_npu.prefetch import Prefetch
 
 
-def check(*, rolling_s: float, sync: str, prefix: str, samples: Any) -> None:
+def check(*, rolling_s: float, sync: str, prefix: str, samples: Any, over_energy: Any) -> None:
     """Refuse what cannot be; arguments as of ``EnergyMeter``.
 
     Raises:
@@ -18,12 +19,20 @@ def check(*, rolling_s: float, sync: str, prefix: str, samples: Any) -> None:
     """
     if sync not in ("epoch", "step", "never"):
         raise InputError("sync is wrong.", expected="'epoch', 'step' or 'never'", got=repr(sync))
-    if number("rolling_s", rolling_s) <= 0:
-        raise InputError("rolling_s is wrong.", expected="seconds above 0", got=rolling_s)
+    if not 0 < number("rolling_s", rolling_s) <= LONGEST_S / 2:
+        raise InputError(
+            "rolling_s is wrong.",
+            expected=f"seconds above 0, up to {LONGEST_S / 2:g}",
+            got=rolling_s,
+            remedy="for longer spans there are the figures of epochs, and windows of EnergyMeter.monitor",
+        )
     if not isinstance(prefix, str) or prefix.startswith(keys.NPU_PREFIX):
         raise InputError("prefix is wrong.", expected=f"text that does not begin with '{keys.NPU_PREFIX}'", got=prefix)
     if not callable(samples):
         raise InputError("samples is wrong.", expected="a function from a batch to a number", got=repr(samples))
+    names = (over_energy,) if isinstance(over_energy, str) else over_energy
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise InputError("over_energy is wrong.", expected="a list of keys of metrics; [] for none", got=over_energy)
 
 
 def own_prefetch(wanted: bool | int | str | Prefetch) -> Prefetch | None:

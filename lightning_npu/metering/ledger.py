@@ -62,14 +62,18 @@ class Account:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Account:
-        """The reverse of :meth:`to_json`."""
+        """The reverse of :meth:`to_json`.
+
+        Raises:
+            Exception: it is something else.
+        """
         return cls(
             totals_from_json(data["totals"]),
             {phase: totals_from_json(totals) for phase, totals in data["phases"].items()},
-            dict(data["phase_s"]),
-            data["samples"],
-            data["steps"],
-            data["elapsed_s"],
+            {phase: float(seconds) for phase, seconds in data["phase_s"].items()},
+            int(data["samples"]),
+            int(data["steps"]),
+            float(data["elapsed_s"]),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_npu.power.base import Board, BoardEnergy
 
-_STATES = ("ok", "degraded", "lost")
+_RANKS = {"ok": 0, "degraded": 1, "lost": 2}  # a state of a later version, out of a checkpoint, is the worst
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ Totals = dict[str, BoardTotal]
 
 def worst(states: Iterable[str]) -> str:
     """The worst of several states; "ok" for none."""
-    return max(states, key=lambda state: _STATES.index(state.split(":")[0]), default="ok")
+    return max(states, key=lambda state: _RANKS.get(state.split(":")[0], len(_RANKS)), default="ok")
 
 
 def then(earlier: Mapping[str, BoardTotal], later: Mapping[str, BoardTotal]) -> Totals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, TypeVar
 
 from lightning_npu.errors import InputError
@@ -82,7 +83,7 @@ def number(name: str, value: Any) -> float:
     Raises:
         InputError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise InputError(f"{name} is not a number.", expected="a finite number", got=value, remedy="give a number")
     return float(value)
 
