@@ -240,8 +240,9 @@ class EnergyMeter(Training, Evaluations, pl.Callback):
             yield
 
     def _count_evaluated(self, batch: Any) -> None:
-        if self._run is not None and self._run.stage != "fit":
-            self._run.recorder.samples += int(self._samples(batch))
+        run = self._run
+        if run is not None:
+            run.evaluated(0 if run.stage == "fit" else int(self._samples(batch)))
 
     def _logs(self, trainer: Any) -> lightning.Logs:
         return lightning.Logs(trainer, self.prefix)

@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,20 @@ def test_a_run_on_two_devices_is_marked_and_its_energy_kept_apart(tmp_path: Path
     assert failure["samples_since"] == 4 * (20 - at) - 4  # beginning with the step after the one in which it failed
     assert 0 < failure["energy_since_j"] < report["total"]["energy_j"]
     assert failure["energy_since_j"] == pytest.approx(100.0 * failure["seconds_since"], rel=0.02)
+
+
+def test_an_evaluation_by_itself_is_marked_too(tmp_path: Path) -> None:
+    class Tested(Policy):
+        def test_step(self, batch: Any, index: int) -> None:
+            self.training_step(batch, index)
+            time.sleep(0.005)  # the work
+
+    frozen, _ = faulty(raises, 5)
+    gpu = SimulatedSource([SimulatedBoard(100.0, name="g", kind="gpu", counter=True)])
+    meter = npu.EnergyMeter(sources=[gpu])
+    make_trainer(tmp_path, meter).test(Tested(frozen), loader(shuffle=False), verbose=False)
+    assert meter.report is not None
+    (failure,) = meter.report["failures"]
+    batches = len(loader())
+    assert failure["samples_since"] == meter.report["samples"] * (batches - 6) / batches  # after the one that failed
+    assert 100.0 * 0.005 * (batches - 6) <= failure["energy_since_j"] < meter.report["total"]["energy_j"]

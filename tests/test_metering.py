@@ -195,6 +195,56 @@ def test_a_sensor_that_hangs_does_not_hold_up_the_others(monkeypatch):
     recorder.stop()
 
 
+@pytest.mark.parametrize("batches", [1, 40])
+def test_a_validation_may_take_longer_than_detail_is_kept(monkeypatch, batches):
+    """Its edges stay exact, and the steps around it cost what they cost; with one long hook or with many batches."""
+    for name, value in (
+        ("power.session.KEEP_S", 0.2),
+        ("power.sampling.UPKEEP_S", 0.02),
+        ("power.series.PAST_KNOTS", 8),
+        ("metering.recorder.FOLD_S", 0.05),
+    ):
+        monkeypatch.setattr(f"lightning_npu.{name}", value)
+
+    class Device:
+        watts, total_j, since_s = 400.0, 0.0, time.monotonic()
+
+        def power_w(self):
+            return self.watts
+
+        def energy_j(self):
+            now_s = time.monotonic()
+            self.total_j, self.since_s = self.total_j + self.watts * (now_s - self.since_s), now_s
+            return self.total_j
+
+        def draw(self, watts):
+            self.energy_j()
+            self.watts = watts
+
+    device = Device()
+    source = SimulatedSource([SimulatedBoard(device, kind="gpu", counter=True)])
+    recorder = Recorder(EnergyMonitor([source], interval_s=0.002), rolling_s=0.1)
+    recorder.start()
+    for _ in range(2):
+        for step in range(50):
+            recorder.phases.switch("train")
+            time.sleep(0.01)  # the work
+            recorder.step_done(4, step)
+        recorder.interrupt("validation")
+        device.draw(50.0)
+        for _ in range(batches):
+            time.sleep(1.0 / batches)  # the work
+            recorder.evaluated(0)
+        recorder.resume()
+        device.draw(400.0)
+        rolling = recorder.rolling()
+        steps_j = sum(total.energy_j for total in rolling.by_board.values())
+        assert steps_j == pytest.approx(400.0 * rolling.duration_s, rel=0.2)  # the rest is for a busy machine
+    recorder.stop()
+    seconds, (validation,) = recorder.phase_s["validation"], recorder.by_phase["validation"].values()
+    assert validation.energy_j == pytest.approx(50.0 * seconds, rel=0.2)
+
+
 def test_phases_are_added_up_where_nothing_is_logged(monkeypatch):
     from lightning_npu.metering import recorder as module
 

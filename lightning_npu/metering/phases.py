@@ -101,6 +101,11 @@ class Phases:
         """Let spans that were just taken wait on."""
         self._spans.extendleft(reversed(spans))
 
+    @property
+    def waiting_since_s(self) -> float:
+        """Where what was not taken yet begins."""
+        return self._spans[0].start_s if self._spans else self._since_s
+
     def waiting(self) -> tuple[Span, ...]:
         """The spans that were not taken yet, the present one up to this moment among them."""
         return (*self._spans, Span(self._stack[-1], self._since_s, max(self._since_s, self._clock())))

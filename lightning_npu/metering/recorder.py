@@ -13,6 +13,7 @@ from lightning_npu.metering.stretches import Epoch, Mark, Rolling, Snapshot
 from lightning_npu.metering.totals import BoardTotal, Totals, then, without
 from lightning_npu.power.base import BoardEnergy
 from lightning_npu.power.monitor import EnergyMonitor, Window
+from lightning_npu.power.session import KEEP_MOST_S
 
 TRAINING = ("train", "data_wait")
 """Phases whose energy is the cost of training samples."""
@@ -73,6 +74,7 @@ class Recorder:
             self.monitor.start()
         self._whole = self.monitor.begin("run")
         self.phases = Phases(start_s=self._whole.started_s)
+        self.monitor.keep_since(self.phases.waiting_since_s)
 
     def stop(self, timeout_s: float = 0.5) -> None:
         """End, and wait a moment for the readings that settle the last figures."""
@@ -101,8 +103,14 @@ class Recorder:
         self._marks.append(Mark(now_s, trained_s, self.samples, steps, self.batches))
         while len(self._marks) > 3 and self._marks[0].time_s < now_s - LONGEST_S:
             self._marks.popleft()
-        if now_s - self._tried_s > FOLD_S:  # also where nothing is logged: detail of long ago is gone
-            self.fold()
+        while self._marks[0].time_s < now_s - KEEP_MOST_S:  # of which no detail is left
+            self._marks.popleft()
+        self._fold_if_due()
+
+    def evaluated(self, samples: int) -> None:
+        """A batch of a validation, test or prediction ended, with so many samples to be counted."""
+        self.samples += samples
+        self._fold_if_due()
 
     def interrupt(self, phase: str) -> None:
         """Something else begins, such as a validation."""
@@ -211,6 +219,11 @@ class Recorder:
     def _slowest_s(self) -> float:
         return max(self.monitor.update_periods_s.values(), default=0.0)
 
+    def _fold_if_due(self) -> None:
+        """Also where nothing is logged: detail of long ago is gone."""
+        if time.monotonic() - self._tried_s > FOLD_S:
+            self.fold()
+
     def _read(self) -> None:
         """Read counters now: between two polls power may change, and does so where phases do."""
         self.monitor.begin("phase")
@@ -230,6 +243,9 @@ class Recorder:
             self._folded_s = end_s
         while self._elsewhere and self._marks and self._elsewhere[0].end_s < self._marks[0].time_s:
             self._elsewhere.popleft()
+        # a validation may take longer than the monitor keeps detail by itself, and its edges are needed at its end
+        needed_s = self.phases.waiting_since_s
+        self.monitor.keep_since(min(needed_s, self._marks[0].time_s) if self._marks else needed_s)
 
     def _account(self, bundled: Sequence[Span], totals: Totals) -> None:
         """Add spans that follow one another to their phases, whose energies together are ``totals``."""

@@ -128,6 +128,11 @@ class MeteredRun:
         self.timer.step(sum(module.stats["wait_s"] for module in self._modules.values()), alone=alone)
         self.recorder.phases.switch("train")
 
+    def evaluated(self, samples: int) -> None:
+        """A batch of a validation, test or prediction ended, with so many samples to be counted."""
+        self.recorder.evaluated(samples)
+        self._failures.look()
+
     def stop(self) -> None:
         """End the run."""
         self._failures.end()

@@ -145,14 +145,18 @@ class EnergyMonitor:
     def between(self, start_s: float, end_s: float) -> dict[str, BoardEnergy]:
         """Energy of each board between two moments of ``time.monotonic()``, by key, where anything is known.
 
-        For many short spans: no sensor is read for it. Both moments lie within the last two minutes; for longer spans
-        use a window.
+        For many short spans, within the last two minutes or after :meth:`keep_since`: no sensor is read for it.
 
         Args:
             start_s: begin.
             end_s: end.
         """
         return {} if self._session is None else self._session.between(start_s, end_s)
+
+    def keep_since(self, moment_s: float) -> None:
+        """Let :meth:`between` stay exact from a moment on, for half an hour at most; the last call counts."""
+        if self._session is not None:
+            self._session.needed_s = moment_s
 
     @property
     def settled_until_s(self) -> float:

@@ -76,6 +76,7 @@ class Series:
         self._step, self._knot, self._age = array("d", (0.0,)), array("d", (0.0,)), array("d", (0.0,))
         self._update, self._end_w = array("b", (0,)), array("d", (math.nan,))
         self._reach = array("d", (0.0,))
+        self._keep: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self._time)
@@ -116,7 +117,7 @@ class Series:
         self._end_w.append(span.end_w)
         self._reach.append(span.reach_s)
         if len(self._time) > MOST_KNOTS:
-            self.thin(self._time[MOST_KNOTS // 2])
+            self.thin(self._time[MOST_KNOTS // 2], self._keep)
 
     def at(self, time_s: float) -> Point:
         """The curve at ``time_s``, held at its ends beyond them."""
@@ -179,6 +180,7 @@ class Series:
 
     def thin(self, before_s: float, keep: Sequence[float] = ()) -> None:
         """Reduce the knots before ``before_s`` to a bounded number, evenly spread, and those around ``keep``."""
+        self._keep = keep
         end = bisect_left(self._time, before_s) - 1  # the knot before the moment stays
         if end <= PAST_KNOTS:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from lightning_npu.power.windows import Window
 log = logging.getLogger("lightning_npu.power")
 FIRST_S = 2.0  # start waits so long for the first readings, so that the first window is covered from its beginning
 KEEP_S = 120.0  # detail is kept for so long
+KEEP_MOST_S = 1800.0  # and for so long at most where the owner still needs it
 FORCE_S = 600.0  # after so long what is known counts as settled: a board that is lost may never settle
 STALE_S = 5.0
 
@@ -44,6 +46,7 @@ class Session:
         self.feeds: tuple[Feed, ...] = ()
         self.problems: dict[str, str] = {}
         self.idle_w: dict[str, float] = {}
+        self.needed_s = math.inf  # detail from that moment on is needed still
         self.started_s, self.started_at = time.monotonic(), time.time()
         self.stopped_s: float | None = None
         self._stopped = False
@@ -160,7 +163,7 @@ class Session:
                 window.finish()
         keep = sorted({moment_s for window in windows for moment_s in window.edges_s})
         for feed in feeds:
-            feed.forget(now_s - KEEP_S, keep)
+            feed.forget(max(min(now_s - KEEP_S, self.needed_s), now_s - KEEP_MOST_S), keep)
         return self._owner() is not None
 
     def look(self) -> dict[str, str]:
