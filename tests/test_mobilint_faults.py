@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -328,6 +329,7 @@ def test_a_forked_child_leaves_the_parents_model_alone_and_opens_its_own(artifac
     if child == 0:
         status = 1
         try:
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             with pytest.raises(npu.DeviceError, match="opened by the process from which this one was forked"):
                 inherited._infer([images.numpy()])
             inherited.close()
@@ -337,6 +339,8 @@ def test_a_forked_child_leaves_the_parents_model_alone_and_opens_its_own(artifac
             untouched = "dispose" not in board.events and "destroyed while launched" not in board.events
             module.close()
             status = 0 if mine and untouched and board.events.count("dispose") == 1 else 2
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
