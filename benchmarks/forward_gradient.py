@@ -166,7 +166,7 @@ def report(args: argparse.Namespace, kept: dict[str, Any]) -> None:
         gaps = {name: mean - means["backpropagation"][name] for name, mean in means[title].items()}
         near = sum(gap >= -5 for gap in gaps.values())
         twin = statistics.mean(mean - means["FF FP32"][name] for name, mean in means[title].items())
-        print(f"{title}: within 5 points of backpropagation on {near} of {len(gaps)} tasks; {twin:+.2f} points to FF FP32")
+        print(f"{title}: within 5 points of backpropagation on {near} of {len(gaps)} tasks; {twin:+.2f} to FF FP32")
     for title in METHODS:
         found = [value for key, value in kept.items() if f"|{title}|" in key and isinstance(value, dict)]
         calls, seconds = (statistics.mean(result[entry] for result in found) for entry in ("calls", "seconds"))
