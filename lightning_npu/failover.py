@@ -99,7 +99,10 @@ class Failover:
         place: torch.device,
         dtype: torch.dtype,
     ) -> Any:
-        """What the device would have returned, structured as the head's output, computed in FP32.
+        """What the device would have returned, structured as the head's output.
+
+        Computed without autocast in the dtype of the head's weights: FP32, unless the model was converted as a whole
+        (``.half()``, "bf16-true").
 
         Args:
             reference: the FP32 head.

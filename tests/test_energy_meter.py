@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -422,6 +423,16 @@ def test_keys_of_every_logger_are_the_documented_ones(tmp_path):
     last = events.Scalars(keys.TOTAL_J)[-1].value
     assert last == pytest.approx(total_j(energy.report), rel=1e-3)
     assert energy.path.parent == Path(csv.log_dir)
+
+
+def test_every_key_is_in_the_documentation():
+    text = Path(__file__).parents[1].joinpath("docs", "energy.md").read_text(encoding="utf-8")
+    families = ("energy/phase/<phase>_j", keys.misses("<cause>"))
+    families += (keys.board_power_w("<name>"), keys.board_counter_ratio("<name>"))
+    assert [key for key in (*sorted(keys.FIXED), *families) if f"`{key}`" not in text] == []
+    assert [phase for phase in keys.PHASES if f"`{phase}`" not in text] == []
+    named = set(re.findall(r"`((?:energy|npu)/[^`*]+)`", text))
+    assert named - {*keys.FIXED, *families} == set(), "what the documentation names is logged"
 
 
 def test_energy_so_far_never_goes_down_in_the_logs(tmp_path):

@@ -342,6 +342,17 @@ def test_what_is_no_reading_is_a_problem_and_no_error(given: Any, problem: str) 
         assert len(window.by_board) >= 2
 
 
+def test_a_source_that_wants_to_end_the_process_does_not() -> None:
+    def leave(board: Board, *, power: bool = True) -> Reading:
+        raise SystemExit(70)
+
+    source = Wrong(None)
+    source.read = leave  # type: ignore[method-assign]
+    with EnergyMonitor([source, pair()]) as monitor, monitor.window() as window:
+        wait_until(lambda: monitor.health()["here/wrong"]["failed"] > 0, "a refusal")
+    assert window.missing == {"here/wrong": "SystemExit: 70"}
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     np = pytest.importorskip("numpy")
     source = Wrong(None)

@@ -49,7 +49,7 @@ def read(source: PowerSource, board: Board, *, power: bool = True) -> Reading:
         # numbers of NumPy and the like
         power_w, energy_j = (None if value is None else float(value) for value in values)
         return replace(reading, time_s=float(reading.time_s), power_w=power_w, energy_j=energy_j)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # bindings were seen that end the process
         return Reading((started + time.monotonic()) / 2, problem=f"{type(error).__name__}: {error}")
 
 

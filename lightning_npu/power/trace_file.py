@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ def write_trace(path: str | Path, rows: Iterable[TraceRow]) -> None:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)
             writer.writerows((row.t_s, row.board, row.kind, row.power_w, row.energy_j) for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
         scratch.replace(target)
     except BaseException:
         scratch.unlink(missing_ok=True)
