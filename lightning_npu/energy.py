@@ -13,7 +13,7 @@ from lightning_npu import keys
 from lightning_npu._lightning import pl
 from lightning_npu.metering import trainer as lightning
 from lightning_npu.metering import values
-from lightning_npu.metering.arguments import check, own_prefetch
+from lightning_npu.metering.arguments import check, own_prefetch, whole
 from lightning_npu.metering.evaluations import Evaluations
 from lightning_npu.metering.files import RunFiles
 from lightning_npu.metering.ledger import Account
@@ -242,7 +242,7 @@ class EnergyMeter(Training, Evaluations, pl.Callback):
     def _count_evaluated(self, batch: Any) -> None:
         run = self._run
         if run is not None:
-            run.evaluated(0 if run.stage == "fit" else int(self._samples(batch)))
+            run.evaluated(0 if run.stage == "fit" else whole(self._samples(batch)))
 
     def _logs(self, trainer: Any) -> lightning.Logs:
         return lightning.Logs(trainer, self.prefix)

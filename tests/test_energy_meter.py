@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_npu as npu
 from lightning_npu import keys
+from lightning_npu.metering.arguments import whole
 from lightning_npu.power.base import Reading
 from lightning_npu.power.simulated import SimulatedBoard, SimulatedSource
 from lightning_npu.runtimes import SimulatedRuntime
@@ -748,6 +749,13 @@ def test_a_checkpoint_that_the_user_saves_is_a_phase(tmp_path):
 def test_wrong_arguments_are_refused_where_they_are_written(options, message):
     with pytest.raises(npu.InputError, match=message):
         npu.EnergyMeter(**options)
+
+
+@pytest.mark.parametrize("given", [None, "x", -1, 2.5, math.nan, math.inf, torch.ones(2)])
+def test_samples_that_are_no_number_are_told(tmp_path, given):
+    with pytest.raises(npu.InputError, match=r"samples\(batch\) gave no number of samples(.|\n)*EnergyMeter\(samples="):
+        make_trainer(tmp_path, meter(samples=lambda batch: given)).fit(Model(), loader(8))
+    assert whole(torch.tensor(3)) == whole(3.0) == 3
 
 
 def test_prefix_and_samples(tmp_path):

@@ -35,6 +35,26 @@ def check(*, rolling_s: float, sync: str, prefix: str, samples: Any, over_energy
         raise InputError("over_energy is wrong.", expected="a list of keys of metrics; [] for none", got=over_energy)
 
 
+def whole(count: Any) -> int:
+    """What ``samples`` gave for a batch.
+
+    Raises:
+        InputError: it is no number of samples.
+    """
+    try:
+        found = float(count)
+    except (TypeError, ValueError, RuntimeError):  # the last one is torch's, of a tensor with several numbers
+        found = -1.0
+    if found < 0 or not found.is_integer():
+        raise InputError(
+            "EnergyMeter's samples(batch) gave no number of samples.",
+            expected="a whole number from 0 on",
+            got=repr(count),
+            remedy="correct the function that was passed as EnergyMeter(samples=...)",
+        )
+    return int(found)
+
+
 def own_prefetch(wanted: bool | int | str | Prefetch) -> Prefetch | None:
     """The look-ahead that a meter owns unless the trainer has one.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_npu.metering import trainer as lightning
+from lightning_npu.metering.arguments import whole
 from lightning_npu.metering.files import RunFiles
 from lightning_npu.metering.ranks import gather
 from lightning_npu.metering.run import MeteredRun
@@ -63,7 +64,7 @@ class Training:
         if self.sync == "step":
             lightning.synchronise(trainer)
         stepped = trainer.global_step != run.recorder.steps
-        run.recorder.step_done(int(self._samples(batch)), trainer.global_step)
+        run.recorder.step_done(whole(self._samples(batch)), trainer.global_step)
         if lightning.logs_now(trainer, stepped=stepped):
             self._log_step(trainer, run)
 
