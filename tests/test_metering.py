@@ -245,22 +245,6 @@ def test_a_validation_may_take_longer_than_detail_is_kept(monkeypatch, batches):
     assert validation.energy_j == pytest.approx(50.0 * seconds, rel=0.2)
 
 
-def test_an_evaluation_by_itself_keeps_no_spans(monkeypatch):
-    monkeypatch.setattr("lightning_npu.metering.recorder.FOLD_S", 0.0)
-    recorder = Recorder(EnergyMonitor([boards()], interval_s=0.002))
-    recorder.start()
-    recorder.interrupt("test")
-    until_s = time.monotonic() + 0.3
-    while time.monotonic() < until_s or recorder.phase_s.get("test", 0.0) < 0.2:
-        time.sleep(0.001)  # the work
-        recorder.evaluated(4)
-    assert len(recorder._elsewhere) == 0
-    assert recorder.samples > 0
-    recorder.resume()
-    recorder.stop()
-    assert set(recorder.by_phase) == {"other", "test"}
-
-
 def test_phases_are_added_up_where_nothing_is_logged(monkeypatch):
     from lightning_npu.metering import recorder as module
 

@@ -255,7 +255,7 @@ class Recorder:
         seconds: dict[str, float] = {}
         for span in bundled:
             seconds[span.phase] = seconds.get(span.phase, 0.0) + span.end_s - span.start_s
-            if span.phase not in TRAINING and self._marks:  # before the first step nothing asks for it
+            if span.phase not in TRAINING:
                 self._elsewhere.append(span)
         whole_s = math.fsum(seconds.values())
         for phase, phase_s in seconds.items():
