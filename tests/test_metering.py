@@ -245,6 +245,26 @@ def test_a_validation_may_take_longer_than_detail_is_kept(monkeypatch, batches):
     assert validation.energy_j == pytest.approx(50.0 * seconds, rel=0.2)
 
 
+def test_an_evaluation_is_added_up_while_it_goes_on(monkeypatch):
+    """However long it takes, little detail of it is needed, and spans do not pile up."""
+    monkeypatch.setattr("lightning_npu.metering.recorder.FOLD_S", 0.02)
+    recorder = Recorder(EnergyMonitor([boards()], interval_s=0.002))
+    recorder.start()
+    recorder.interrupt("test")
+    for _ in range(200):
+        time.sleep(0.002)  # the work
+        recorder.evaluated(4)
+    assert recorder.phase_s["test"] > 0.1
+    assert len(recorder._elsewhere) == 0
+    assert recorder.samples == 800
+    recorder.resume()
+    recorder.stop()
+    assert set(recorder.by_phase) == {"other", "test"}
+    assert recorder.phase_s["test"] == pytest.approx(recorder.elapsed_s, rel=0.3)
+    parts = sum(total.energy_j for totals in recorder.by_phase.values() for total in totals.values())
+    assert parts == pytest.approx(sum(total.energy_j for total in recorder.totals.values()), rel=1e-6)
+
+
 def test_phases_are_added_up_where_nothing_is_logged(monkeypatch):
     from lightning_npu.metering import recorder as module
 

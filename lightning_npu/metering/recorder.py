@@ -105,12 +105,15 @@ class Recorder:
             self._marks.popleft()
         while self._marks[0].time_s < now_s - KEEP_MOST_S:  # of which no detail is left
             self._marks.popleft()
-        self._fold_if_due()
+        if now_s - self._tried_s > FOLD_S:  # also where nothing is logged: detail of long ago is gone
+            self.fold()
 
     def evaluated(self, samples: int) -> None:
         """A batch of a validation, test or prediction ended, with so many samples to be counted."""
         self.samples += samples
-        self._fold_if_due()
+        if time.monotonic() - self._tried_s > FOLD_S:
+            self.phases.switch(self.phases.current)  # what is over of it can be added up
+            self.fold()
 
     def interrupt(self, phase: str) -> None:
         """Something else begins, such as a validation."""
@@ -219,11 +222,6 @@ class Recorder:
     def _slowest_s(self) -> float:
         return max(self.monitor.update_periods_s.values(), default=0.0)
 
-    def _fold_if_due(self) -> None:
-        """Also where nothing is logged: detail of long ago is gone."""
-        if time.monotonic() - self._tried_s > FOLD_S:
-            self.fold()
-
     def _read(self) -> None:
         """Read counters now: between two polls power may change, and does so where phases do."""
         self.monitor.begin("phase")
@@ -255,7 +253,7 @@ class Recorder:
         seconds: dict[str, float] = {}
         for span in bundled:
             seconds[span.phase] = seconds.get(span.phase, 0.0) + span.end_s - span.start_s
-            if span.phase not in TRAINING:
+            if span.phase not in TRAINING and self._marks:  # before the first step nothing asks for it
                 self._elsewhere.append(span)
         whole_s = math.fsum(seconds.values())
         for phase, phase_s in seconds.items():
