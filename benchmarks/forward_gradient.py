@@ -173,7 +173,7 @@ def report(args: argparse.Namespace, kept: dict[str, Any]) -> None:
         print(f"{title}: {calls:.0f} forward calls, {seconds:.1f} s per run on average")
 
 
-def memory(args: argparse.Namespace) -> None:
+def memory() -> None:
     """Peak memory of training beside inference, each in a process of its own: a ViT-tiny, all weights trained."""
     script = str(Path(__file__).with_name("forward_gradient_memory.py"))
     peaks = {}
@@ -210,7 +210,7 @@ def main() -> None:
     if not args.report:
         run(args, kept)
     report(args, kept)
-    memory(args)
+    memory()
 
 
 if __name__ == "__main__":
