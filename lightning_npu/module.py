@@ -44,8 +44,8 @@ class NPUFrozenModule(DeviceModule):
         reference: the FP32 head in torch, for ``Prefetch(balance=...)`` and ``on_failure``; frozen and not saved, like
             the tail.
         on_failure: "raise", or "reference": when the device fails, the reference takes over from that very batch on,
-            in FP32, on the device where it lies, until :meth:`close`; see :attr:`failure`. A device that cannot be
-            opened at all is an error either way.
+            in the precision of its weights, on the device where it lies, until :meth:`close`; see :attr:`failure`. A
+            device that cannot be opened at all is an error either way.
         gradient: None: inputs that require grad are an error. "forward" or a :class:`forward_gradient.Bridge`: what
             lies before the module can be trained, by an estimate of the gradient from further forward calls.
         timeout_s: the longest that one call to the device may take; after it the device counts as hung.
