@@ -129,7 +129,7 @@ def fit(model: DriftedPolicy, data: Demonstrations, args: argparse.Namespace) ->
         enable_model_summary=False,
     )
     began = time.perf_counter()
-    trainer.fit(model, datamodule=drifted)
+    trainer.fit(model, drifted.train_dataloader())
     return {"seconds": time.perf_counter() - began, "last_loss": float(trainer.callback_metrics["loss"])}
 
 
