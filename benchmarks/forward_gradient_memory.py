@@ -1,7 +1,7 @@
 """Peak resident memory of one way to run a ViT-tiny, in bytes: inference, forward, fixed, backward.
 
 Run by benchmarks/forward_gradient.py, each in a process of its own; Linux with glibc only. The peak counts from before
-the network is made, so its weights are in it, and libraries are not. Three steps are taken, and the highest counts. Large
+the network is made, so its weights are in it, and libraries are not. Three steps are taken, the highest counts. Large
 blocks are given back to the system as they are freed (MALLOC_MMAP_THRESHOLD_), so that the allocator's hoard does not
 count; with it, figures vary by 15 %.
 """
