@@ -313,7 +313,7 @@ def simulate(
         {(t, True) for t in poll_times(until_s, poll_s, rng, probe_s=probe_s)} | {(t, False) for t in edges}
     )
     readings = [sensor.read(t, power=polled or edge_power) for t, polled in moments]
-    curve = BoardCurve(sensor.board, poll_s=poll_s, gain=0.0, gain_known=True)
+    curve = BoardCurve(sensor.board, poll_s=poll_s, gain=0.0)
     for reading in readings:
         curve.add(reading)
     results: dict[float, list[Result]] = {}

@@ -26,6 +26,7 @@ from power_simulation import (
 
 from lightning_npu.errors import InputError
 from lightning_npu.power.base import Board, BoardEnergy, Reading
+from lightning_npu.power.calibration import Calibration
 from lightning_npu.power.cells import Shape
 from lightning_npu.power.curve import BoardCurve
 from lightning_npu.power.series import MOST_KNOTS, PAST_KNOTS
@@ -39,7 +40,7 @@ def board(**changes: object) -> Board:
 
 
 def curve(of: Board | None = None, **options: object) -> BoardCurve:
-    return BoardCurve(of or board(), **{"poll_s": POLL_S, "gain": 0.0, "gain_known": True, **options})
+    return BoardCurve(of or board(), **{"poll_s": POLL_S, "gain": 0.0, **options})
 
 
 def fed(readings: list[Reading], of: Board | None = None, **options: object) -> BoardCurve:
@@ -132,8 +133,6 @@ def test_window_that_ends_before_it_begins_is_refused() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(InputError, match="poll_s > 0"):
         BoardCurve(board(), poll_s=0.0)
-    with pytest.raises(InputError, match="gain > -1"):
-        BoardCurve(board(), poll_s=0.1, gain=-1.0, gain_known=True)
 
 
 def test_readings_out_of_order_are_ignored() -> None:
@@ -146,20 +145,21 @@ def test_readings_out_of_order_are_ignored() -> None:
 
 
 def test_unknown_gain_is_uncertainty() -> None:
-    result = of(fed(steady(20), gain=0.05, offset_w=2.0, gain_known=False).energy(3.0, 13.0))
+    result = of(fed(steady(20), gain=0.05).energy(3.0, 13.0))
     assert result.energy_j == pytest.approx(1000.0)
-    assert result.gain_j == pytest.approx(50.0 + 20.0)
+    assert result.gain_j == pytest.approx(50.0)
     assert result.uncertainty_j == pytest.approx(result.gain_j + result.resolution_j + result.gap_j)
 
 
 @pytest.mark.parametrize("counter", [True, False])
 def test_known_gain_and_offset_correct_readings(counter: bool) -> None:
     readings = steady(20, counter=(lambda t: 100.0 * t) if counter else lambda t: None)
-    found = fed(readings, board(counter=counter), gain=-0.2, offset_w=4.0)
-    result = of(found.energy(3.0, 13.0))
-    assert result.energy_j == pytest.approx((100.0 - 4.0) / 0.8 * 10.0)
+    found, sensor = fed(readings, board(counter=counter)), Calibration(gain=1.25, offset_w=-5.0)
+    result = sensor.energy(of(found.energy(3.0, 13.0)))
+    assert result.energy_j == pytest.approx((1.25 * 100.0 - 5.0) * 10.0)
     assert result.gain_j == 0.0
-    assert found.power_w == pytest.approx(120.0)
+    assert found.power_w is not None
+    assert sensor.power_w(found.power_w) == pytest.approx(120.0)
     assert result.max_power_w == pytest.approx(120.0)
 
 

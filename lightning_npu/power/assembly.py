@@ -37,7 +37,7 @@ class Assembly:
         first_w: power at the curve's begin, to reach back from it.
     """
 
-    def __init__(self, board: Board, poll_s: float, scale: float, offset_w: float) -> None:
+    def __init__(self, board: Board, poll_s: float) -> None:
         self.series: Series | None = None
         self.log = StateLog()
         self.peaks = Peaks()
@@ -57,7 +57,6 @@ class Assembly:
         self.heard_s = -math.inf
         self.first_w: float | None = None
         self._board, self._poll_s = board, poll_s
-        self._scale, self._offset_w = scale, offset_w
         self._by_power = not board.counter
         self._level_j: float | None = None  # the curve's energy at the counter's last step
         self._half_s = 0.0  # how well the moment of that step is known
@@ -92,7 +91,7 @@ class Assembly:
         power, refused = plausible_power(self._board, reading.power_w)
         if refused:
             self.log.moment("power", f"degraded: {refused}", now_s, now_s)
-        self._fresh_w = math.nan if power is None else max(0.0, (power - self._offset_w) / self._scale)
+        self._fresh_w = math.nan if power is None else power
         value = plausible_counter(reading.energy_j)
         if reading.lost or (power is None and value is None):
             self._nothing(reading)
@@ -183,7 +182,7 @@ class Assembly:
         if series is None:
             return
         seconds = step.time_s - series.last_s
-        energy = max(0.0, (step.energy_j - self._offset_w * max(seconds, 0.0)) / self._scale)
+        energy = step.energy_j
         self._counted_j += energy
         if self._by_power:
             self._thaw(step, now_s)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_npu.errors import InputError
 from lightning_npu.power.assembly import Assembly
 from lightning_npu.power.base import Board, BoardEnergy, Reading
-from lightning_npu.power.window import measure
+from lightning_npu.power.difference import measure
 
 
 class BoardCurve:
@@ -19,25 +19,19 @@ class BoardCurve:
     Args:
         board: the board; its limit, wrap-around and averaging time are used.
         poll_s: nominal time between readings in seconds.
-        gain: relative gain error of the sensor: how large it may be, or with ``gain_known`` what it is
-            (-0.05: it reads 5 % too little).
-        offset_w: offset of the sensor in watts, likewise.
-        gain_known: whether gain and offset were measured: readings are then corrected by them, and ``gain_j`` is 0.
+        gain: relative gain error that the sensor may have. What it is known to have is corrected outside, by
+            :class:`~lightning_npu.power.calibration.Calibration`.
 
     Raises:
-        InputError: no polling interval, or a gain that no correction can undo.
+        InputError: no polling interval.
     """
 
-    def __init__(
-        self, board: Board, *, poll_s: float, gain: float = 0.05, offset_w: float = 0.0, gain_known: bool = False
-    ) -> None:
+    def __init__(self, board: Board, *, poll_s: float, gain: float = 0.05) -> None:
         if not poll_s > 0:
             raise InputError("Readings need a nominal interval.", expected="poll_s > 0", got=poll_s)
-        if gain_known and not gain > -1:
-            raise InputError("A sensor with that gain says nothing.", expected="gain > -1", got=gain)
         self.board = board
-        self._gain, self._offset_w, self._gain_known = abs(gain), abs(offset_w), gain_known
-        self._assembly = Assembly(board, poll_s, 1.0 + gain if gain_known else 1.0, offset_w if gain_known else 0.0)
+        self._gain = gain
+        self._assembly = Assembly(board, poll_s)
 
     def add(self, reading: Reading) -> None:
         """Take a reading, polls and window edges alike, in order of time; one that is not later is ignored.
@@ -61,13 +55,7 @@ class BoardCurve:
         """
         if not t0_s <= t1_s:
             raise InputError("A window ends before it begins.", expected="t0_s <= t1_s", got=f"{t0_s} and {t1_s}")
-        return measure(
-            self._assembly,
-            t0_s,
-            t1_s,
-            gain=0.0 if self._gain_known else self._gain,
-            offset_w=0.0 if self._gain_known else self._offset_w,
-        )
+        return measure(self._assembly, t0_s, t1_s, gain=self._gain)
 
     @property
     def state(self) -> str:

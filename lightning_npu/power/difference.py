@@ -19,7 +19,7 @@ class _Edge:
     settled: bool
 
 
-def measure(curve: Assembly, t0_s: float, t1_s: float, *, gain: float, offset_w: float) -> BoardEnergy | None:
+def measure(curve: Assembly, t0_s: float, t1_s: float, *, gain: float) -> BoardEnergy | None:
     """Energy between two moments; None where nothing is known.
 
     Args:
@@ -27,7 +27,6 @@ def measure(curve: Assembly, t0_s: float, t1_s: float, *, gain: float, offset_w:
         t0_s: begin.
         t1_s: end, not before the begin.
         gain: relative gain error that the sensor may have.
-        offset_w: offset that it may have.
     """
     series = curve.series
     if series is None or not _known(curve, series, t0_s, t1_s):
@@ -36,7 +35,7 @@ def measure(curve: Assembly, t0_s: float, t1_s: float, *, gain: float, offset_w:
     duration = t1_s - t0_s
     energy = max(0.0, end.point.energy_j - begin.point.energy_j)
     gap_s = end.point.gap_s - begin.point.gap_s
-    gain_j = gain * energy + offset_w * duration
+    gain_j = gain * energy
     ratio = curve.check.ratio
     if ratio is not None and not curve.check.sound:
         gain_j = max(gain_j, energy * abs(1.0 / max(ratio, 1e-3) - 1.0))  # the two sensors differ: one is wrong by it
