@@ -19,6 +19,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from meter_parts import (
+    GPU,
+    NPU,
+    SIZE,
     Model,
     Rows,
     Stream,
@@ -479,11 +482,13 @@ def test_early_stopping_and_checkpoints_can_monitor_energy(tmp_path, first, vali
 
 
 def test_a_checkpoint_can_monitor_steps(tmp_path):
-    energy = meter(rolling_s=0.02)
+    energy, logger = meter(rolling_s=0.02), CSVLogger(tmp_path)
     best = ModelCheckpoint(tmp_path, monitor=keys.STEP_J, every_n_train_steps=10, save_top_k=1)
-    trainer = make_trainer(tmp_path, energy, best, enable_checkpointing=True, log_every_n_steps=5)
+    trainer = make_trainer(tmp_path, energy, best, enable_checkpointing=True, log_every_n_steps=5, logger=logger)
     trainer.fit(Model(step_s=0.01), loader(80))
-    assert float(best.best_model_score) == pytest.approx(0.01 * 131.0, rel=2.0)
+    logged = [float(row[keys.STEP_J]) for row in rows_of(logger) if row.get(keys.STEP_J)]
+    assert float(best.best_model_score) in [pytest.approx(value, rel=1e-6) for value in logged]
+    assert min(logged) > 0.9 * 0.01 * (GPU.low_w + NPU.low_w)  # no step is shorter, no board draws less
 
 
 def test_two_meters_are_refused(tmp_path):
@@ -516,6 +521,26 @@ def test_without_a_sensor_there_is_one_warning_and_no_energy(tmp_path, caplog):
         make_trainer(tmp_path, meter(Nothing([SimulatedBoard(1.0)])), EarlyStopping(keys.TOTAL_J)).fit(
             Model(), loader(8)
         )
+
+
+def test_the_look_ahead_has_its_axis_where_no_board_can_be_read(tmp_path):
+    class Policy(Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = npu.NPUFrozenModule.from_runtime(SimulatedRuntime(torch.nn.Linear(SIZE, SIZE), latency_s=0.0))
+            self.head = torch.nn.Linear(SIZE, SIZE)
+
+        def loss(self, batch):
+            return torch.nn.functional.mse_loss(self.head(self.layer(batch[0])), batch[1])
+
+    logger, policy = CSVLogger(tmp_path), Policy()
+    make_trainer(tmp_path, npu.EnergyMeter(sources=[]), logger=logger, log_every_n_steps=1).fit(policy, loader(40))
+    policy.layer.close()
+    rows = [row for row in rows_of(logger) if row.get(keys.HIT_RATE)]
+    seconds = [float(row[keys.ELAPSED_S]) for row in rows]
+    assert len(seconds) > 10
+    assert seconds == sorted(set(seconds))
+    assert not any(row.get(keys.TOTAL_J) for row in rows)
 
 
 def test_the_report_says_which_part_is_unmetered(tmp_path, caplog, compiled, monkeypatch):

@@ -171,6 +171,8 @@ class MeteredRun:
                 row |= values.of_steps(rolling, self._ranks_here)
         if prefetch is not None and prefetch.modules:
             row |= values.of_lookahead(prefetch.statistics) | values.of_overlap(self.timer.overlap)
+        if row:  # the look-ahead's figures are drawn over it too, where no board can be read
+            row.setdefault(keys.ELAPSED_S, account.elapsed_s)
         if device.type == "cuda":
             row[keys.GPU_MEMORY_PEAK_BYTES] = float(torch.cuda.max_memory_allocated(device))
         return self._monotonic(row)
