@@ -38,6 +38,11 @@ class NPUError(Exception):
         return _rebuild, (type(self), self.what, self.expected, self.got, self.remedy)
 
 
+def one_line(error: BaseException) -> str:
+    """Any error on one line: one of this package as it says itself, another with its kind before its words."""
+    return error.one_line if isinstance(error, NPUError) else f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _rebuild(kind: type[NPUError], what: str, expected: object, got: object, remedy: str | None) -> NPUError:
     return kind(what, expected=expected, got=got, remedy=remedy)
 

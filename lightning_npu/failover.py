@@ -80,7 +80,7 @@ class Failover:
         if self.policy != "reference":
             return False
         if self.failure is None:
-            reason = " ".join(str(error).split())
+            reason = error.one_line
             self.failure = Failure(reason, device, time.monotonic(), time.time())
             log.error(
                 "%s failed; from this batch on the FP32 head in torch takes its place, and what is measured from here "

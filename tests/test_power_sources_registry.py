@@ -52,7 +52,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         "wrong": "json:dumps",
     }
     points = {name: EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in targets.items()}
-    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    monkeypatch.setattr(registry.SOURCES, "_points", points)
 
 
 def test_this_packages_sources_are_registered() -> None:

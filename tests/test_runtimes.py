@@ -97,9 +97,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     (tmp_path / "site" / "echo_runtime.py").write_text(textwrap.dedent(PLUGIN))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    base._entry_points.cache_clear()
+    base.RUNTIMES.forget()
     yield
-    base._entry_points.cache_clear()
+    base.RUNTIMES.forget()
     sys.modules.pop("echo_runtime", None)
 
 

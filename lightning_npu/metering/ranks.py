@@ -10,10 +10,10 @@ from collections.abc import Container, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_npu.errors import one_line
 from lightning_npu.power.base import Board, PowerSource, Reading, SourceRecipe
 from lightning_npu.power.host import host_id
 from lightning_npu.power.polling import find_boards
-from lightning_npu.power.session import one_line
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_npu import keys
+from lightning_npu.errors import one_line
 from lightning_npu.metering import values
 from lightning_npu.metering.document import document
 from lightning_npu.metering.failures import FailureWatch
@@ -23,7 +24,6 @@ from lightning_npu.metering.sources import Sensors
 from lightning_npu.metering.totals import add_up
 from lightning_npu.power.base import PowerSource
 from lightning_npu.power.monitor import EnergyMonitor
-from lightning_npu.power.session import one_line
 
 if TYPE_CHECKING:
     from lightning_npu.module import NPUFrozenModule

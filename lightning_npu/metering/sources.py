@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightning_npu.errors import one_line
 from lightning_npu.power import registry
 from lightning_npu.power.base import PowerSource
-from lightning_npu.power.session import one_line
 
 if TYPE_CHECKING:
     import torch

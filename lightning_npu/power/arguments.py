@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Literal
 
 from lightning_npu.errors import InputError
-from lightning_npu.power.base import ENTRY_POINT_GROUP, PowerSource
+from lightning_npu.power import registry
+from lightning_npu.power.base import PowerSource
 from lightning_npu.power.calibration import Calibration, number
 
 
@@ -26,7 +26,7 @@ def check_sources(sources: object) -> Literal["auto"] | list[PowerSource | str]:
             got=repr(sources),
             remedy=f"write sources=[{sources!r}]" if isinstance(sources, str) else "put them into a list",
         )
-    names = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
+    names = registry.SOURCES.names
     for source in sources:
         if isinstance(source, str) and source not in names:
             raise InputError(

@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lightning_npu.errors import InputError
+from lightning_npu.errors import InputError, one_line
 from lightning_npu.power import registry
 from lightning_npu.power.arguments import check_calibration, check_idle, check_sources
 from lightning_npu.power.base import Board, BoardEnergy, PowerSource
 from lightning_npu.power.calibration import lookup, number, unused
 from lightning_npu.power.idle import Idle, measure
-from lightning_npu.power.session import Session, one_line
+from lightning_npu.power.session import Session
 from lightning_npu.power.windows import Window as Window
 
 log = logging.getLogger("lightning_npu.power")

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 
-from lightning_npu.errors import NPUError
+from lightning_npu.errors import one_line
 from lightning_npu.power.base import BoardEnergy, PowerSource
 from lightning_npu.power.calibration import Calibration, lookup
 from lightning_npu.power.curve import BoardCurve
@@ -213,9 +213,3 @@ class Session:
         if here:
             readers.append(ThreadReader(source, here, self.interval_s, self.keep_up))
         return readers
-
-
-def one_line(error: Exception) -> str:
-    """What went wrong, on one line."""
-    words = " ".join(str(error).split())
-    return words if isinstance(error, NPUError) else f"{type(error).__name__}: {words}"

@@ -6,10 +6,10 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_npu.errors import DeviceError, InputError, NPUError, RuntimeUnavailableError
+from lightning_npu.errors import DeviceError, InputError, NPUError, RuntimeUnavailableError, one_line
+from lightning_npu.plugins import Plugins
 
 if TYPE_CHECKING:
     import torch
@@ -133,9 +133,14 @@ class Runtime(ABC):
         return DeviceError(f"Runtime '{self.name}' was closed.", remedy="open the artifact again")
 
 
-@functools.cache
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+RUNTIMES: Plugins[Runtime] = Plugins(
+    ENTRY_POINT_GROUP,
+    Runtime,  # type: ignore[type-abstract]
+    home="lightning_npu.runtimes",
+    word="runtime",
+    error=RuntimeUnavailableError,
+    also="'auto' or ",
+)
 
 
 def runtime_class(name: str) -> type[Runtime]:
@@ -144,39 +149,17 @@ def runtime_class(name: str) -> type[Runtime]:
     Raises:
         RuntimeUnavailableError: nothing is registered by that name, or what is registered cannot be imported.
     """
-    points = _entry_points()
-    if name not in points:
-        raise RuntimeUnavailableError(
-            f"There is no runtime named '{name}'.",
-            expected=f"'auto' or one of {sorted(points)}",
-            got=repr(name),
-            remedy="check the spelling, or install the package that brings this runtime",
-        )
-    try:
-        loaded = points[name].load()
-    except Exception as error:  # a third party's package may fail in any way
-        raise RuntimeUnavailableError(
-            f"Runtime '{name}' is registered as {points[name].value} but cannot be imported: {error!r}.",
-            remedy="reinstall the package that brings it, or uninstall that package",
-        ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Runtime)):
-        raise RuntimeUnavailableError(
-            f"Runtime '{name}' is registered as {points[name].value}, which is no Runtime.",
-            expected="a subclass of lightning_npu.runtimes.Runtime",
-            got=repr(loaded),
-            remedy="report it to the package that brings it",
-        )
-    return loaded
+    return RUNTIMES.find(name)
 
 
 def available() -> Mapping[str, str]:
     """Every registered runtime's name, with ``"ok ..."`` or the reason why it cannot run here and the remedy."""
     answers: dict[str, str] = {}
-    for name in sorted(_entry_points()):
+    for name in RUNTIMES.names:
         try:
             answers[name] = runtime_class(name).available()
         except Exception as error:  # one broken runtime must not hide the others
-            answers[name] = " ".join(str(error).split())
+            answers[name] = one_line(error)
     return answers
 
 
@@ -267,14 +250,14 @@ def open_runtime(
         passed.append(kind)
     raise RuntimeUnavailableError(
         f"No runtime on this machine can execute an artifact for target '{artifact.target}'.",
-        got="; ".join(reasons) or f"no registered runtime takes this target; registered: {sorted(_entry_points())}",
+        got="; ".join(reasons) or f"no registered runtime takes this target; registered: {RUNTIMES.names}",
         remedy="install one of them, or compile the module for another target; `lightning-npu doctor` lists both",
     )
 
 
 def _candidates(artifact: Artifact) -> list[str]:
     """All registered names, the one that is also the target's first."""
-    return sorted(_entry_points(), key=lambda known: (known != artifact.target, known))
+    return sorted(RUNTIMES.names, key=lambda known: (known != artifact.target, known))
 
 
 def _only_of(passed: list[type[Runtime]], kind: type[Runtime], option: str) -> bool:
