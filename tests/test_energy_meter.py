@@ -604,6 +604,10 @@ def test_a_board_that_is_lost_on_the_way(tmp_path, truth):
     assert report["by_kind"]["gpu"]["state"] == "ok"
     assert report["by_kind"]["npu"]["state"].startswith("lost")
     assert report["total"]["coverage"] < 0.9
+    (lost,) = [board for board in report["boards"].values() if board["kind"] == "npu"]
+    (time_s, text), *_ = lost["health"]["events"]
+    assert text == "lost: gone"
+    assert 0 < time_s < report["elapsed_s"]
     assert report["by_kind"]["npu"]["energy_j"] > 0
     assert sum(phase["energy_j"] for phase in report["phases"].values()) == pytest.approx(total_j(report), rel=1e-6)
     late = [row for row in rows_of(logger) if row.get("step", 0) > 30 and keys.GPU_POWER_W in row]

@@ -224,21 +224,6 @@ def test_what_the_binding_lets_pass_does_not_get_out(
     assert "unicodedecodeerror" in reading.problem
 
 
-def test_time_of_processes(stub_mbltml: StubMaker, make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = stub_mbltml([IDEAL])
-    source = make()
-    (board,) = source.boards()
-    assert source.npu_time_s(board) == {}
-    import mbltml.mbltml as binding
-
-    infos = [binding.mbltmlProcessInfo_t(pid, 1, 0, 9, us) for pid, us in ((7, 1_500_000), (8, 250_000), (7, 500_000))]
-    monkeypatch.setattr(binding, "mbltmlGetProcessInfos", lambda *args: infos if args == (3, 0) else None)
-    assert source.npu_time_s(board) == {7: 2.0, 8: 0.25}
-    monkeypatch.undo()
-    stub.fault(0, "other_error", 4)
-    assert source.npu_time_s(board) is None
-
-
 # ---- what is missing
 
 

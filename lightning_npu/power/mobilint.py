@@ -119,24 +119,8 @@ class MobilintSource(PowerSource):
             power_w = _power_w(args)
         except Failure as error:
             problem, code = f"power: {error}", error.code
-        access.note(
-            failed=code != _UNAVAILABLE
-        )  # "unavailable" is an answer: to start the library again would not help
+        access.note(failed=code != _UNAVAILABLE)  # "unavailable" is an answer: to start the library again helps nobody
         return Reading((before + time.monotonic()) / 2, power_w, problem=problem, lost=code in LOST)
-
-    def npu_time_s(self, board: Board) -> dict[int, float] | None:
-        """Seconds that the board has computed for each process, by pid: how a shared board's energy is split.
-
-        None where that cannot be read. Whether pids are those of a container or of the host is not documented.
-        """
-        try:
-            infos = library.call("mbltmlGetProcessInfos", *self._way(board).handle())
-        except (Failure, PowerUnavailableError):
-            return None
-        seconds: dict[int, float] = {}
-        for info in infos:
-            seconds[info.pid] = seconds.get(info.pid, 0.0) + info.total_npu_time_us * 1e-6
-        return seconds
 
     def close(self) -> None:
         """Shut mbltml down, unless another source of this process reads through it."""

@@ -189,14 +189,16 @@ class EnergyMonitor:
 
         ``state``, ``problem`` (of the last reading), ``reader`` ("thread" or "process"), ``coverage`` since the start,
         ``counter_update_s`` and ``power_update_s`` as seen, ``counter_ratio`` (counter over integrated power),
-        ``readings``, ``failed``, ``method`` and ``simulated``.
+        ``readings``, ``failed``, ``method``, ``simulated``, and ``events``: the newest 256 changes of state, as seconds
+        since the start and text.
         """
         session = self._session
         if session is None:
             return {}
         states, whole = session.look(), session.whole.by_board
         return {
-            feed.board.key: feed.health(states[feed.board.key], whole.get(feed.board.key)) for feed in session.feeds
+            feed.board.key: feed.health(states[feed.board.key], whole.get(feed.board.key), session.started_s)
+            for feed in session.feeds
         }
 
     def trace(self, limit: int = 4096) -> dict[str, list[tuple[float, float]]]:

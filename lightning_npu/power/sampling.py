@@ -113,9 +113,10 @@ class Feed:
             points = self._curve.trace(limit)
         return [(time_s, self.calibration.power_w(watts)) for time_s, watts in points]
 
-    def health(self, state: str, since_start: BoardEnergy | None) -> dict[str, Any]:
+    def health(self, state: str, since_start: BoardEnergy | None, started_s: float) -> dict[str, Any]:
         """How well the board is measured; primitives only."""
         with self._lock:
+            events = self._curve.events
             counter_s, power_s = self._curve.update_period_s
             ratio = self._curve.counter_ratio
         return {
@@ -132,6 +133,7 @@ class Feed:
             "counter_ratio": ratio,
             "readings": self.readings,
             "failed": self.failed,
+            "events": [[time_s - started_s, text] for time_s, text in events],
         }
 
     def _say(self, state: str) -> None:
