@@ -251,7 +251,7 @@ def test_a_source_that_is_missing_is_named_and_the_others_measured(
         assert len(monitor.boards) == 2
     assert list(monitor.problems) == ["folder #2"]
     assert len(caplog.records) == 1
-    assert "folder #2: The folder has no boards." in caplog.text
+    assert "folder #2: The folder has no boards: remove the file 'absent'" in caplog.text
 
 
 def test_a_board_counts_once_though_two_sources_see_it(source: FolderSource, tmp_path: Path) -> None:
