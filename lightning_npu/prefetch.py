@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_npu.lookahead import Ahead, Depth, Inputs, Statistics, Tag, View,
 from lightning_npu.module import NPUFrozenModule
 from lightning_npu.runtimes.cpu import available_cores
 
+SWITCH_S = 0.0005
+
 
 class Prefetch(pl.Callback):
     """Asks for the features of the next batches while the current one trains.
@@ -27,7 +30,9 @@ class Prefetch(pl.Callback):
     the training device; everything else is computed on the spot.
 
     Where torch trains on the CPU and the artifact runs there too, the cores are split: the artifact keeps its threads
-    (half of the cores by default), torch gets the rest while the callback is installed.
+    (half of the cores by default), torch gets the rest while the callback is installed. Python's threads also take
+    turns more often meanwhile (``sys.setswitchinterval``, half a millisecond): else the device would stand idle for up
+    to 5 ms per batch until a training step that computes in Python lets the worker give it the next one.
 
     Args:
         depth: how many batches to ask for ahead; "auto" starts at 2 and grows up to 8 where the times vary, within
@@ -68,6 +73,7 @@ class Prefetch(pl.Callback):
         self._patched: list[tuple[Any, str, Any]] = []
         self._trainer: Any = None
         self._torch_threads: int | None = None
+        self._switch_s: float | None = None
 
     @property
     def depth(self) -> int:
@@ -122,6 +128,9 @@ class Prefetch(pl.Callback):
         self.statistics = self._ahead.statistics
         if trainer.strategy.root_device.type == "cpu":
             self._split_cores(modules)
+        if (switch_s := sys.getswitchinterval()) > SWITCH_S:
+            self._switch_s = switch_s
+            sys.setswitchinterval(SWITCH_S)
         self._patch(trainer.strategy, "process_dataloader", self._look_ahead)
         self._patch(trainer.precision_plugin, "convert_input", self._convert)
         self._patch(trainer.strategy, "batch_to_device", self._move)
@@ -156,6 +165,9 @@ class Prefetch(pl.Callback):
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
             self._torch_threads = None
+        if self._switch_s is not None:
+            sys.setswitchinterval(self._switch_s)
+            self._switch_s = None
         for view in self._views:
             view.retire()
         _unwrap(self._trainer, self._views)

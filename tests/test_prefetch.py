@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -629,6 +630,30 @@ def test_cores_are_split_between_the_artifact_and_torch(tmp_path: Path, compiled
     finally:
         torch.set_num_threads(before)
     assert seen == [1]
+    frozen.close()
+
+
+@pytest.mark.parametrize("given_s", [0.005, 0.0001])
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_take_turns_more_often_while_it_looks_ahead(tmp_path: Path, given_s: float, fails: bool) -> None:
+    frozen, _ = simulated()
+    seen: list[float] = []
+
+    class Looks(Policy):
+        def on_train_start(self) -> None:
+            seen.append(sys.getswitchinterval())
+            if fails:
+                raise KeyError("the user's own")
+
+    before_s = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(given_s)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            make_trainer(tmp_path, npu.Prefetch(2), max_epochs=1).fit(Looks(frozen), loader())
+        assert sys.getswitchinterval() == pytest.approx(given_s)
+    finally:
+        sys.setswitchinterval(before_s)
+    assert seen == [pytest.approx(min(given_s, 0.0005))]
     frozen.close()
 
 
