@@ -492,14 +492,17 @@ def test_back_off_doubles_up_to_half_a_minute(failures: int) -> None:
     assert [back_off_s(n) for n in range(12)] == [0, 0, 0, 0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
 
 
-def test_rounds_jitter_by_a_quarter(tmp_path: Path) -> None:
-    source = FolderSource(str(tmp_path))
-    poller = Poller(source, source.boards(), 100.0, lambda index, reading: None)
-    moments = [poller.round() for _ in range(400)]
+@pytest.mark.parametrize(
+    ("kind", "counter", "jitter"), [("gpu", True, 25), ("gpu", False, 50), ("npu", False, 25), ("cpu", True, 25)]
+)
+def test_rounds_jitter_by_a_quarter_or_by_half(tmp_path: Path, kind: str, counter: bool, jitter: float) -> None:
+    boards = (Board("h/0", "npu", "x"), Board("h/1", kind, "x", counter=counter))
+    poller = Poller(FolderSource(str(tmp_path)), boards, 100.0, lambda index, reading: None)
+    moments = [poller.round() for _ in range(4000)]
     steps = [after - before for before, after in itertools.pairwise(moments)]
-    assert min(steps) >= 75.0
-    assert max(steps) <= 125.0
-    assert max(steps) - min(steps) > 45.0
+    assert min(steps) >= 100.0 - jitter
+    assert max(steps) <= 100.0 + jitter
+    assert max(steps) - min(steps) > 1.8 * jitter
     assert sum(steps) / len(steps) == pytest.approx(100.0, rel=0.03)
 
 

@@ -97,7 +97,9 @@ class PowerIntegral:
             self._variogram.add(power_w)
             self._spaced_s = belongs_s
         # readings within one period say the same thing: their errors add up, not their squares
-        unseen_j2 = self._variogram.unseen_w2 * seconds * max(period, seconds)
+        reach_s = max(period, seconds)
+        anywhere_w2, step_w2 = self._variogram.unseen_w2(power_w - self.power_w)
+        unseen_j2 = (anywhere_w2 * seconds + step_w2 * reach_s) * reach_s
         return Span(belongs_s, energy, unseen_j2, reach_s=period)
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from lightning_npu.power.base import Board, PowerSource, Reading
 
-JITTER = 0.25
+JITTER = 0.25  # of the interval; enough where the sensor is slower than the polls
+WIDE_JITTER = 0.5  # polls of a faster one: with less, a load as long as the interval is seen in one phase for seconds
 TRIES = 3  # failed reads in a row before a board is left alone: one hiccup should not cost a second of readings
 FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.25, 30.0
 _PLAIN = (float, type(None))  # what a reading is made of, nearly always
@@ -56,9 +57,10 @@ def read(source: PowerSource, board: Board, *, power: bool = True) -> Reading:
 class Poller:
     """Reads the boards of one source in rounds.
 
-    Rounds come ``interval_s`` apart, each interval longer or shorter by up to a quarter at random, so that a load
-    that repeats at the same pace is not always seen in the same phase. The numbers are this object's own: training's
-    random states are left alone. A source that takes long is left in peace for at least as long as a round took.
+    Rounds come ``interval_s`` apart, each interval longer or shorter by up to a quarter at random (by up to half where
+    a GPU has no counter), so that a load that repeats at the same pace is not always seen in the same phase. The
+    numbers are this object's own: training's random states are left alone. A source that takes long is left in peace
+    for at least as long as a round took.
 
     Args:
         source: what to read.
@@ -80,6 +82,8 @@ class Poller:
         seed: int = 0,
     ) -> None:
         self._source, self._boards, self._interval_s, self._sink, self._lock = source, boards, interval_s, sink, lock
+        fast_gauge = any(not board.counter and board.kind == "gpu" for board in boards)
+        self._jitter = WIDE_JITTER if fast_gauge else JITTER
         self._state = (seed or time.monotonic_ns()) & 0xFFFFFFFF
         self._next_s = time.monotonic()
         self._due_s = [0.0] * len(boards)
@@ -120,4 +124,4 @@ class Poller:
 
     def _interval(self) -> float:
         self._state = (1664525 * self._state + 1013904223) & 0xFFFFFFFF  # Numerical Recipes' generator
-        return self._interval_s * (1 + JITTER * (self._state / 2**31 - 1))
+        return self._interval_s * (1 + self._jitter * (self._state / 2**31 - 1))

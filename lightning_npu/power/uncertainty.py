@@ -5,9 +5,10 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
 * **Between power readings** (no counter, or a counter that only adds up its own power readings): a sensor with period
   u shows one moment of each u. Let D1 and D2 be the mean squares of the difference between readings one and two periods
   apart, over the last 24 or so. A load that changes more slowly than u has D2 = 2 D1, one that changes faster has
-  D2 = D1; hence a slow part L = D2 - D1 and a fast part N = D1 - D2 / 2, neither below 0. A step at an unknown place
-  in a period costs L u^2 / 12 (8 is used: steps come in bursts), an unseen mean N u^2:
-  V = sum over periods of u^2 (L / 8 + N).
+  D2 = D1; hence a slow part L = D2 - D1 and a fast part N = D1 - D2 / 2, neither below 0. A step d at an unknown place
+  in a period costs d^2 u^2 / 12 (10 is used: steps come in bursts), an unseen mean N u^2. Slow steps show where they
+  are: of each change d that readings show, the share L / D1 counts there and then, and a tenth of their mean L counts
+  everywhere: V = sum over periods of u^2 (0.9 d^2 L / D1 / 10 + 0.1 L / 10 + N).
 * **Edges between counter updates**: at the fraction x of an interval of length u, V = J^2 u^2 x^2 (1 - x)^2 / 4.5 for a
   step J of power at an unknown place in it. J is what the power readings at both ends of the interval, or else the mean
   powers of its neighbours, leave open (see ``cells``): next to nothing in the middle of a plateau, half of the step
@@ -37,6 +38,8 @@ ROUGH = 0.015  # means of neighbours that differ by less than this share are equ
 FAST = 8.0  # how much more than the means of neighbours the power of a fast load may change
 PULSES = 0.03  # share of intervals with pulses in them from which on a load is a fast one
 SWING = 1.5  # steps beyond this share of the mean power are not expected
+STEP = 10.0  # 12 by an even distribution of the step's place
+EVERYWHERE = 0.1  # share of the slow steps' variance that counts also where none is seen
 PART_TIME = 0.1  # slopes that differ from the power readings by less than this share of their changes are those
 _MEMORY = 1.0 / 24.0  # weight of the newest reading in the running mean squares
 
@@ -72,10 +75,18 @@ class Variogram:
         """Mean square of the change from one reading to the next, in W^2."""
         return self._d1
 
-    @property
-    def unseen_w2(self) -> float:
-        """Variance of a period's true mean about the trapezoid between its readings, in W^2: L / 8 + N."""
-        return (self._d1 - 2.0 * self.fast_w2) / 8.0 + self.fast_w2
+    def unseen_w2(self, change_w: float) -> tuple[float, float]:
+        """Variances of a period's true mean about the trapezoid between its readings, in W^2.
+
+        Args:
+            change_w: change of the readings in that period.
+
+        Returns:
+            What any time may hide, and what a step of that change adds where it is seen.
+        """
+        slow = self._d1 - 2.0 * self.fast_w2
+        here = slow / self._d1 * change_w**2 if self._d1 > 0 else 0.0
+        return self.fast_w2 + EVERYWHERE * slow / STEP, (1.0 - EVERYWHERE) * here / STEP
 
     @property
     def smooth(self) -> float:
@@ -133,7 +144,7 @@ class CounterError:
 
     def own_j2(self, seconds: float) -> float:
         """Variance of the energy between two updates."""
-        return self._slopes.unseen_w2 * seconds**2 if self.part_time else 0.0
+        return sum(self._slopes.unseen_w2(self._rise_w)) * seconds**2 if self.part_time else 0.0
 
     def step_w2(self, slope_w: float) -> float:
         """Square of the steps of power that may hide between two updates, whatever the neighbours show."""

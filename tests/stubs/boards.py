@@ -84,6 +84,7 @@ SENSORS: dict[str, Sensors] = {
     "pascal": Sensors(_FAST, instant=_FAST, architecture=4),
     "pascaln": Sensors(_FAST, instant=_FAST, noise_w=0.5, architecture=4),
     "npu": Sensors(Part(0.1)),
+    "npun": Sensors(Part(0.1), noise_w=0.2),
     "npu1s": Sensors(Part(1.0)),
     # sensors without a flaw, for tests about something else
     "ideal": Sensors(Part(0.0), Part(0.0), Part(0.0), _MEAN_1S),
