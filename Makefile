@@ -29,6 +29,9 @@ test-all: setup lint
 	$(PY) -m pytest
 
 # the oldest Lightning that is supported, and one between it and the newest (which `make test` uses)
+LIGHTNING_TESTS := $(foreach name,prefetch lightning balance failover energy_meter energy_ddp metering metrics wandb \
+	bridge forward_gradient_lightning,tests/test_$(name).py)
+
 test-lightning: $(foreach version,2.4.0 2.5.6,.venv-lightning-$(version)/.tested)
 
 .venv-lightning-%/.tested: setup $(shell find lightning_npu tests -name '*.py')
@@ -36,7 +39,7 @@ test-lightning: $(foreach version,2.4.0 2.5.6,.venv-lightning-$(version)/.tested
 	grep -E '^(torch|numpy|onnx|onnx-ir|onnxruntime|onnxscript|pytest|hypothesis)==' $(CONSTRAINTS) > .venv-lightning-$*/constraints.txt
 	.venv-lightning-$*/bin/python -m pip install --disable-pip-version-check -q -c .venv-lightning-$*/constraints.txt \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]' lightning==$*
-	.venv-lightning-$*/bin/python -m pytest tests/test_prefetch.py tests/test_lightning.py tests/test_balance.py
+	.venv-lightning-$*/bin/python -m pytest -m "not slow" $(LIGHTNING_TESTS)
 	@touch $@
 
 # the versions of the vendor's runtime whose forms differ, each in a folder of its own; 1.1 and 1.2 end with Python 3.12
