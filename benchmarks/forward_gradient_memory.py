@@ -1,4 +1,4 @@
-"""Peak resident memory of one way to run a ViT-tiny, in bytes: inference, forward, fixed, backward.
+"""Peak resident memory of one way to run a ViT-tiny, in bytes: inference, forward, fixed16, fixed8, backward.
 
 Run by benchmarks/forward_gradient.py, each in a process of its own; Linux with glibc only. The peak counts from before
 the network is made, so its weights are in it, and libraries are not. Three steps are taken, the highest counts. Large
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_npu.forward_gradient import FixedPoint, ForwardGradient
 
+FIXED = {"fixed16": FixedPoint(16), "fixed8": FixedPoint(8, rounding="error_feedback")}
 _THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
 
@@ -47,7 +48,7 @@ def resident(field: str) -> int:
 def main() -> None:
     """Print the peak."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["inference", "forward", "fixed", "backward"])
+    parser.add_argument("mode", choices=["inference", "forward", *FIXED, "backward"])
     mode = parser.parse_args().mode
     if _THRESHOLD not in os.environ:  # read when the process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, _THRESHOLD: str(64 << 10)})
@@ -74,8 +75,7 @@ def main() -> None:
             loss().backward()
             adam.step()
     else:
-        options = FixedPoint(8, rounding="error_feedback") if mode == "fixed" else None
-        optimizer = ForwardGradient(net.parameters(), 1e-3, eps=1e-2, m=1, fixed_point=options)
+        optimizer = ForwardGradient(net.parameters(), 1e-3, eps=1e-2, m=1, fixed_point=FIXED.get(mode))
         for _ in range(3):
             optimizer.step(loss)
     print(resident("VmHWM") - before)

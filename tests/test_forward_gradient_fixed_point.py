@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_npu.forward_gradient import FixedPoint, ForwardGradient, integer
 from lightning_npu.forward_gradient.directions import direction, key
 from lightning_npu.forward_gradient.integer import Grid
 from lightning_npu.forward_gradient.integer_weights import IntegerParameter
+from lightning_npu.forward_gradient.weights import ProbedWeights
 
 
 def grid(upper: int, *scales: float) -> Grid:
@@ -52,14 +54,12 @@ def saturate(value: int, bound: int) -> int:
 @settings(max_examples=400, deadline=None)
 def test_probes_are_those_of_exact_integers(weight: int, z: int, eps: int, sign: int, z_shift: int, bound: int) -> None:
     weight = saturate(weight, bound)
-    dtype = grid(bound, 1.0).dtype
-    moved = integer.perturb(
-        torch.tensor([weight], dtype=dtype), torch.tensor([z], dtype=torch.int8),
-        torch.tensor([eps], dtype=torch.int32),
-        sign=sign, z_shift=z_shift, grid=grid(bound, 1.0),
-    )  # fmt: skip
-    assert moved.dtype == dtype
-    assert moved.item() == saturate(nearest_shift(weight * 2**z_shift + sign * eps * z, z_shift), bound)
+    steps = integer.displacement(
+        torch.tensor([z], dtype=torch.int8), torch.tensor([eps], dtype=torch.int32), sign=sign, z_shift=z_shift
+    )
+    assert steps.dtype == torch.int32
+    moved = saturate(weight + steps.item(), bound)
+    assert moved == saturate(nearest_shift(weight * 2**z_shift + sign * eps * z, z_shift), bound)
 
 
 @given(
@@ -197,7 +197,7 @@ class Reference:
         return steps
 
 
-@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("bits", [8, 16, 20])
 @pytest.mark.parametrize("rounding", ["nearest", "floor", "stochastic", "error_feedback"])
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -212,7 +212,7 @@ def test_a_run_is_that_of_64_bit_integers(bits: int, rounding: str, distribution
     def loss(weights: np.ndarray) -> float:
         return float(np.square(weights * scale - target).sum())
 
-    options = FixedPoint(weight_bits=bits, rounding=rounding)
+    options = FixedPoint(weight_bits=min(bits, 16), rounding=rounding)
     made = Grid(torch.from_numpy(scale), -bound, bound)
     parameter = IntegerParameter(torch.from_numpy(start).to(made.dtype), made)
     optimizer = ForwardGradient(
@@ -243,6 +243,48 @@ Y = (X @ torch.randn(6, 3, generator=torch.Generator().manual_seed(2))).argmax(1
 
 def loss_of(net: nn.Module) -> Tensor:
     return nn.functional.cross_entropy(net(X), Y)
+
+
+@pytest.mark.parametrize("fixed_point", [None, FixedPoint(8, headroom=0), FixedPoint(16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sam_rho", [0.0, 0.05])
+def test_an_interrupt_at_any_moment_leaves_the_weights_as_they_were(
+    fixed_point: FixedPoint | None, dtype: torch.dtype, sam_rho: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(dtype)
+    optimizer = ForwardGradient(net.parameters(), 0.0, eps=0.05, m=2, sam_rho=sam_rho, fixed_point=fixed_point)
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(net(X.to(dtype)).float(), Y)
+
+    optimizer.step(loss)  # puts the weights on their grid
+    before = copy.deepcopy(net.state_dict())
+    drawn = ProbedWeights.random
+    for moment in itertools.count(1):
+        left = [moment]
+
+        def interrupted(self: ProbedWeights, place: Any, probe: int, left: list[int] = left) -> Tensor:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return drawn(self, place, probe)
+
+        monkeypatch.setattr(ProbedWeights, "random", interrupted)
+        try:
+            optimizer.step(loss)
+        except KeyboardInterrupt:
+            stopped = True
+        else:
+            stopped = False
+        for name, value in net.state_dict().items():
+            if fixed_point is None and dtype == torch.float32:
+                assert torch.allclose(value, before[name], rtol=0, atol=1e-6)
+            else:
+                assert torch.equal(value, before[name])
+        net.load_state_dict(before)  # rounding must not add up from one moment to the next
+        if not stopped:
+            break
+    assert moment > 4 * 2 * 3  # tensors, probes, moves of each
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -94,8 +94,10 @@ def test_the_best_checkpoint_is_the_one_that_is_reported() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_training_takes_hardly_more_memory_than_inference() -> None:
     peaks = {}
-    for mode in ("inference", "forward", "backward"):
+    for mode in ("inference", "forward", "fixed16", "fixed8", "backward"):
         command = [sys.executable, str(BENCHMARKS / "forward_gradient_memory.py"), mode]
         peaks[mode] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert peaks["forward"] <= 1.1 * peaks["inference"]
+    assert peaks["fixed16"] <= 1.1 * peaks["inference"]
+    assert peaks["fixed8"] <= 1.25 * peaks["inference"]  # one byte per weight for what rounding cut off
     assert peaks["backward"] > 3 * peaks["inference"]  # the measure can tell

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_npu.forward_gradient.estimators import coefficients
-from lightning_npu.forward_gradient.weights import Place, ProbedWeights, Recipe
-
-_NARROW = (torch.float16, torch.bfloat16)
+from lightning_npu.forward_gradient.weights import NARROW, Place, ProbedWeights, Recipe
 
 
 class FloatWeights(ProbedWeights):
@@ -28,35 +26,29 @@ class FloatWeights(ProbedWeights):
 
     def __init__(self, places: Sequence[Place], recipe: Recipe, seed: int, step: int, *, exact: bool = False) -> None:
         super().__init__(places, recipe, seed, step)
-        self._at: tuple[int, int] | None = None  # probe and sign
-        self._ascent: tuple[int, float] | None = None  # probe and signed distance
-        self._home = {p.index: p.parameter.detach().clone() for p in places if exact or p.parameter.dtype in _NARROW}
+        # where each tensor is, kept tensor by tensor: Ctrl-C may come between two of them
+        self._at: dict[int, tuple[int, float]] = {}  # probe and how far along it
+        self._ascent: dict[int, tuple[int, float]] = {}
+        self._home = {p.index: p.parameter.detach().clone() for p in places if exact or p.parameter.dtype in NARROW}
 
     def perturb(self, probe: int, sign: int) -> None:
         """Move there, from the same probe's other end in one go."""
-        if self._at is not None and self._at[0] != probe:
-            self.restore()
-        here = self._at[1] if self._at is not None else 0
-        self._at = (probe, sign)
-        self._add(probe, [(sign - here) * float(place.group["eps"]) for place in self.places])
+        for place in self.places:
+            self._move(self._at, place, probe, sign * float(place.group["eps"]))
 
     def restore(self) -> None:
         """Move back to where the probes start."""
-        if self._at is not None:
-            (probe, sign), self._at = self._at, None
-            self._add(probe, [-sign * float(place.group["eps"]) for place in self.places])
+        self._undo(self._at)
 
     def ascend(self, probe: int, sign: int, distance: float) -> None:
         """Move along ``probe`` and let the probes start there."""
-        self._ascent = (probe, sign * distance)
-        self._add(probe, [sign * distance] * len(self.places))
+        for place in self.places:
+            self._move(self._ascent, place, probe, sign * distance)
 
     def return_home(self) -> None:
         """Undo probe and ascent."""
-        self.restore()
-        if self._ascent is not None:
-            (probe, distance), self._ascent = self._ascent, None
-            self._add(probe, [-distance] * len(self.places))
+        self._undo(self._at)
+        self._undo(self._ascent)
         for place in self.places:
             if place.index in self._home:
                 place.parameter.copy_(self._home[place.index])
@@ -77,9 +69,20 @@ class FloatWeights(ProbedWeights):
                 self._smoothed(place, estimate).to(place.parameter.dtype), alpha=-float(place.group["lr"])
             )
 
-    def _add(self, probe: int, amounts: Sequence[float]) -> None:
-        for place, amount in zip(self.places, amounts, strict=True):
-            place.parameter.add_(self._direction(place, probe).to(place.parameter.dtype), alpha=amount)
+    def _move(self, moves: dict[int, tuple[int, float]], place: Place, probe: int, distance: float) -> None:
+        before, here = moves.get(place.index, (probe, 0.0))
+        if before != probe:
+            self._move(moves, place, before, 0.0)
+            here = 0.0
+        drawn = self._direction(place, probe).to(place.parameter.dtype)
+        place.parameter.add_(drawn, alpha=distance - here)
+        moves[place.index] = (probe, distance)
+
+    def _undo(self, moves: dict[int, tuple[int, float]]) -> None:
+        for place in self.places:
+            if place.index in moves:
+                self._move(moves, place, moves[place.index][0], 0.0)
+                del moves[place.index]
 
     def _direction(self, place: Place, probe: int) -> Tensor:
         drawn = self.random(place, probe)

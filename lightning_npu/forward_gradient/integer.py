@@ -57,12 +57,12 @@ class Grid:
 
     def quantize(self, values: Tensor) -> Tensor:
         """The nearest integers to float ``values``, saturated, in :attr:`dtype`."""
-        scaled = values.detach().double() / self.scale.to(values.device)
+        scaled = values.detach().to(torch.float64, copy=True).div_(self.scale.to(values.device))
         return scaled.round_().clamp_(self.lower, self.upper).to(self.dtype)
 
     def dequantize(self, weights: Tensor) -> Tensor:
         """What integers stand for, in float64."""
-        return weights.double() * self.scale.to(weights.device)
+        return weights.double().mul_(self.scale.to(weights.device))
 
 
 def grid_of(values: Tensor, *, bits: int, headroom: int) -> Grid:
@@ -82,8 +82,9 @@ def grid_of(values: Tensor, *, bits: int, headroom: int) -> Grid:
 
 def round_shift(value: Tensor, shift: Tensor | int) -> Tensor:
     """``value / 2**shift`` to the nearest integer, halves up: an addition and an arithmetic shift."""
-    half = torch.bitwise_left_shift(torch.ones_like(value), torch.as_tensor(shift, device=value.device).to(value.dtype))
-    return torch.bitwise_right_shift(value + (half >> 1), shift)
+    places = torch.as_tensor(shift, dtype=value.dtype, device=value.device)
+    half = torch.bitwise_left_shift(torch.ones_like(places), places) >> 1
+    return (value + half).bitwise_right_shift_(places)
 
 
 def eps_steps(eps: float, grid: Grid, *, least: int) -> Tensor:
@@ -108,25 +109,25 @@ def quantize_direction(direction: Tensor, *, z_shift: int, largest: int) -> Tens
     return (direction * float(2**z_shift)).round_().clamp_(-largest, largest).to(torch.int8)
 
 
-def perturb(weights: Tensor, z: Tensor, eps: Tensor, *, sign: int, z_shift: int, grid: Grid) -> Tensor:
-    """``sat((w * 2**z_shift + sign * eps * z) >> z_shift)``, rounded: the weights of one probe.
+def displacement(z: Tensor, eps: Tensor, *, sign: int, z_shift: int) -> Tensor:
+    """``(sign * eps * z) >> z_shift``, rounded: by how much a probe moves weights that do not saturate.
+
+    Since ``w * 2**z_shift`` leaves nothing to round, ``(w * 2**z_shift + sign * eps * z) >> z_shift`` is ``w`` plus
+    this, whatever ``w`` is: a probe can be taken back.
 
     Args:
-        weights: integers of the grid.
         z: int8, as :func:`quantize_direction` gives.
         eps: int32, as :func:`eps_steps` gives.
         sign: +1 or -1.
         z_shift: scale of ``z``.
-        grid: bounds.
 
     Returns:
-        Integers in the dtype of ``weights``.
+        int32, below 2**23.
     """
-    step = z.to(torch.int32).mul_(eps.to(z.device) * sign)
-    accumulator = weights.to(torch.int32).mul_(2**z_shift).add_(step)
+    steps = z.to(torch.int32).mul_(eps.to(z.device) * sign)
     if z_shift:
-        accumulator.add_(2 ** (z_shift - 1)).bitwise_right_shift_(z_shift)
-    return accumulator.clamp_(grid.lower, grid.upper).to(weights.dtype)
+        steps.add_(2 ** (z_shift - 1)).bitwise_right_shift_(z_shift)
+    return steps
 
 
 def integer_coefficients(coefficients: list[float]) -> tuple[list[int], float]:
@@ -191,7 +192,7 @@ def update_steps(
         Steps to subtract from the weights, int64, and the new residual (None without error feedback), which lies in
         ``[-2**(residual_bits - 1), 2**(residual_bits - 1))``.
     """
-    product = gradient.to(torch.int64) * factor
+    product = gradient.to(torch.int64).mul_(factor)
     if rounding == "nearest":
         return round_shift(product, shift), None
     if rounding == "floor":
@@ -204,9 +205,9 @@ def update_steps(
     if residual is None:
         raise ValueError("error feedback needs a residual")
     right, left = (shift - residual_bits).clamp_min(0), (residual_bits - shift).clamp_min(0)
-    total = (round_shift(product, right) << left) + residual.to(torch.int64)
+    total = round_shift(product, right).bitwise_left_shift_(left).add_(residual)
     steps = round_shift(total, residual_bits)
-    return steps, (total - (steps << residual_bits)).to(residual.dtype)
+    return steps, total.sub_(steps << residual_bits).to(residual.dtype)
 
 
 def residual_dtype(bits: int) -> torch.dtype:
@@ -216,4 +217,4 @@ def residual_dtype(bits: int) -> torch.dtype:
 
 def apply_steps(weights: Tensor, steps: Tensor, grid: Grid) -> Tensor:
     """``sat(w - steps)`` in the dtype of ``weights``."""
-    return (weights.to(torch.int64) - steps).clamp_(grid.lower, grid.upper).to(weights.dtype)
+    return weights.to(torch.int64).sub_(steps).clamp_(grid.lower, grid.upper).to(weights.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning_npu.forward_gradient import integer
 from lightning_npu.forward_gradient.estimators import coefficients
 from lightning_npu.forward_gradient.fixed_point import FixedPoint
 from lightning_npu.forward_gradient.integer import Grid
-from lightning_npu.forward_gradient.weights import Place, ProbedWeights, Recipe
+from lightning_npu.forward_gradient.weights import NARROW, Place, ProbedWeights, Recipe
 
 
 class IntegerParameter(nn.Parameter):
@@ -46,47 +47,69 @@ class IntegerParameter(nn.Parameter):
         return type(self), (self.data, self.grid)
 
 
-class IntegerWeights(ProbedWeights):
-    """Forms each probe's weights from the trained integers, so they come back bit for bit.
+@dataclass(frozen=True)
+class _Move:
+    """A tensor's move to one end of a probe.
 
-    The trained integers, one or two bytes per weight, are held apart for the length of the step.
+    Attributes:
+        probe: number of the direction.
+        sign: +1 or -1 along it.
+        distance: as a float; ``eps`` or the length of an ascent.
+        cut: positions that saturated, and what they held before; None where none did.
+    """
+
+    probe: int
+    sign: int
+    distance: float
+    cut: tuple[Tensor, Tensor] | None
+
+
+class IntegerWeights(ProbedWeights):
+    """Moves integers in place and takes the very same steps back, so that no copy of the weights is kept.
+
+    What saturated on the way out is noted, and all come back bit for bit. Of float parameters that are too narrow to
+    hold every value of their grid, the integers are held apart for the length of the step.
     """
 
     def __init__(self, places: Sequence[Place], recipe: Recipe, seed: int, step: int, fixed_point: FixedPoint) -> None:
         super().__init__(places, recipe, seed, step)
         self.options = fixed_point
         self.grids = {place.index: self._grid(place) for place in places}
-        self._trained = {place.index: self._integers(place).clone() for place in places}
-        self._start = self._trained
+        self._held: dict[int, Tensor] = {}
+        for place in places:
+            if place.parameter.dtype in NARROW:
+                self._held[place.index] = self._integers(place).clone()
+        self._moves: dict[int, list[_Move]] = {place.index: [] for place in places}
         self._eps: dict[tuple[int, float], Tensor] = {}
+        self._ascents = 0
 
     def perturb(self, probe: int, sign: int) -> None:
-        """Write the weights of a probe."""
+        """Move there, from the same probe's other end in one go."""
         for place in self.places:
-            self._write(place, self._moved(place, self._start, probe, sign, float(place.group["eps"])))
+            self._go(place, probe, sign, float(place.group["eps"]))
 
     def restore(self) -> None:
-        """Nothing to undo: each probe is formed from the start."""
+        """Move back to where the probes start."""
+        for place in self.places:
+            self._back(place, self._ascents)
 
     def ascend(self, probe: int, sign: int, distance: float) -> None:
-        """Form where the probes start from the trained weights."""
-        self._start = {
-            place.index: self._moved(place, self._trained, probe, sign, distance)
-            if sign
-            else self._trained[place.index]
-            for place in self.places
-        }
+        """Move along ``probe`` and let the probes start there."""
+        if sign:
+            self._ascents = 1
+            for place in self.places:
+                self._go(place, probe, sign, distance)
 
     def return_home(self) -> None:
-        """Write the trained integers back."""
-        self._start = self._trained
+        """Undo probe and ascent."""
+        self._ascents = 0
         for place in self.places:
-            self._write(place, self._trained[place.index])
+            self._back(place, 0)
 
     def update(self, differences: Sequence[float], estimator: str) -> None:
         """One multiplication, shift, rounding and saturation per weight."""
         for place in self.places:
-            weights = self._trained[place.index]
+            weights = self._integers(place)
             directions = [self._direction(place, probe) for probe in range(len(differences))]
             plain = coefficients(differences, estimator=estimator, eps=float(place.group["eps"]))
             if self.recipe.kernel_norm:
@@ -123,21 +146,57 @@ class IntegerWeights(ProbedWeights):
 
     def _kernel_normed(self, place: Place, plain: list[float], directions: Sequence[Tensor]) -> list[float]:
         grid = self.grids[place.index]
-        size = float(grid.dequantize(self._trained[place.index]).norm())
+        size = float(grid.dequantize(self._integers(place)).norm())
         scale = 2.0**-self.options.z_shift
         return [
             weight * self.relative(place, size, scale * float(drawn.double().norm()))
             for weight, drawn in zip(plain, directions, strict=True)
         ]
 
-    def _moved(self, place: Place, start: dict[int, Tensor], probe: int, sign: int, distance: float) -> Tensor:
+    def _go(self, place: Place, probe: int, sign: int, distance: float) -> None:
+        moves = self._moves[place.index]
+        z = self._direction(place, probe)
+        weights = self._integers(place)
+        turns = len(moves) > self._ascents and moves[-1].probe == probe
+        if turns:
+            weights = self._without(place, weights, moves[-1], z)
+        elif len(moves) > self._ascents:
+            self._back(place, self._ascents)
+            weights = self._integers(place)
         grid = self.grids[place.index]
+        far = weights.to(torch.int32, copy=True).add_(self._displacement(place, sign, distance, z))
+        cut = None
+        if far.numel() and not (grid.lower <= int(far.min()) and int(far.max()) <= grid.upper):
+            outside = ((far < grid.lower) | (far > grid.upper)).flatten().nonzero().flatten()
+            cut = (outside, weights.take(outside))
+            far.clamp_(grid.lower, grid.upper)
+        move = _Move(probe, sign, distance, cut)
+        self._write(place, far.to(weights.dtype))
+        moves[-1 if turns else len(moves) :] = [move]
+
+    def _back(self, place: Place, moves: int) -> None:
+        """Undo all but so many moves."""
+        done = self._moves[place.index]
+        while len(done) > moves:
+            z = self._direction(place, done[-1].probe)
+            self._write(place, self._without(place, self._integers(place), done[-1], z))
+            done.pop()
+
+    def _without(self, place: Place, weights: Tensor, move: _Move, z: Tensor) -> Tensor:
+        """The weights as they were before ``move`` along ``z``."""
+        before = (
+            weights.to(torch.int32)
+            .sub_(self._displacement(place, move.sign, move.distance, z))
+            .to(weights.dtype)
+        )
+        return before if move.cut is None else before.put_(*move.cut)
+
+    def _displacement(self, place: Place, sign: int, distance: float, z: Tensor) -> Tensor:
         eps = self._eps.get((place.index, distance))
         if eps is None:
-            eps = integer.eps_steps(distance, grid, least=self.options.min_eps_steps).to(place.parameter.device)
+            eps = integer.eps_steps(distance, self.grids[place.index], least=self.options.min_eps_steps).to(z.device)
             self._eps[place.index, distance] = eps
-        z = self._direction(place, probe)
-        return integer.perturb(start[place.index], z, eps, sign=sign, z_shift=self.options.z_shift, grid=grid)
+        return integer.displacement(z, eps, sign=sign, z_shift=self.options.z_shift)
 
     def _direction(self, place: Place, probe: int) -> Tensor:
         options = self.options
@@ -155,12 +214,17 @@ class IntegerWeights(ProbedWeights):
         return Grid(torch.tensor(place.state["scale"], dtype=torch.float64), -largest, largest)
 
     def _integers(self, place: Place) -> Tensor:
+        """The tensor's integers as they are now."""
+        if place.index in self._held:
+            return self._held[place.index]
         parameter = place.parameter.detach()
         return (
             parameter if isinstance(place.parameter, IntegerParameter) else self.grids[place.index].quantize(parameter)
         )
 
     def _write(self, place: Place, weights: Tensor) -> None:
+        if place.index in self._held:
+            self._held[place.index] = weights
         if isinstance(place.parameter, IntegerParameter):
             place.parameter.copy_(weights)
         else:

@@ -52,7 +52,8 @@ class ForwardGradient(torch.optim.Optimizer):
         density: share of each matrix's or kernel's weights that is trained: the largest ones, chosen in the first step.
             One boolean per weight. 1.0: all.
         fixed_point: hold weights, directions and updates in integers; float parameters then hold the values of a
-            grid, and the model brings the integer activations. Error feedback keeps one byte per weight.
+            grid, and the model brings the integer activations. Error feedback keeps one byte per weight; of float16
+            and bfloat16 parameters a copy in integers is kept for the length of a step.
         first_order: an optimizer over other parameters, such as Adam on a head: each step makes one more call, with
             gradients, and steps it. Its state is saved with this one's. Schedulers for it are the user's.
         ddp: with several processes: "average": all take the same probes, and the mean loss over their samples counts;
@@ -248,7 +249,11 @@ class ForwardGradient(torch.optim.Optimizer):
         finally:
             self.probing = False
             for part in weights:
-                part.return_home()
+                try:
+                    part.return_home()
+                except KeyboardInterrupt:
+                    part.return_home()  # goes on where it was cut off
+                    raise
         return evaluation.average_over_ranks(losses) if shared else evaluation.gather_over_ranks(losses)
 
     def _ends(self, weights: list[ProbedWeights], closure: evaluation.Closure, probe: int) -> Tensor:

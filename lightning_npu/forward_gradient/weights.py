@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_npu.forward_gradient.directions import direction
 
+NARROW = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class Recipe:
