@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from torch import nn
 
 from lightning_npu.forward_gradient import FixedPoint, ForwardGradient
 
+BACKPROPAGATION_STEPS = 500
 LITERAL = FixedPoint(weight_bits=8, headroom=0, min_eps_steps=0)
 
 
@@ -46,12 +50,12 @@ class Method:
 _BEST = {"eps": 1e-2, "m": 3, "estimator": "normalized"}
 METHODS: dict[str, Method] = {
     "backpropagation": Method((1e-3, 3e-3, 1e-2), None, int8=False),
-    "FF FP32": Method((1e-2, 3e-2), _BEST, int8=False),
-    "16w8a": Method((1e-2, 3e-2), {**_BEST, "fixed_point": FixedPoint(16)}),
+    "FF FP32": Method((1e-2, 3e-2, 1e-1), _BEST, int8=False),
+    "16w8a": Method((1e-2, 3e-2, 1e-1), {**_BEST, "fixed_point": FixedPoint(16)}),
     "8w8a EF": Method(
-        (1e-2, 3e-2), {**_BEST, "eps": 2e-2, "fixed_point": FixedPoint(8, headroom=0, rounding="error_feedback")}
+        (1e-2, 3e-2, 1e-1), {**_BEST, "eps": 2e-2, "fixed_point": FixedPoint(8, headroom=0, rounding="error_feedback")}
     ),
-    "8w8a literal": Method((1e-2,), {"eps": 1e-3, "m": 3, "estimator": "sign", "fixed_point": LITERAL}),
+    "8w8a literal": Method((1e-3, 1e-2, 1e-1), {"eps": 1e-3, "m": 3, "estimator": "sign", "fixed_point": LITERAL}),
 }
 
 
@@ -116,27 +120,40 @@ def _features(body: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
         return body(x)
 
 
+def adapt_all(name: str, seed: int, steps: int, batch: int, known: dict[str, Any]) -> dict[str, Any]:
+    """Every method on one task and seed, with each rate on the first seed and the chosen one on the others.
+
+    What is in ``known`` is not run again. Gives results by ``task|method|seed|rate``.
+    """
+    torch.set_num_threads(1)
+    task: Task | None = None
+    found: dict[str, Any] = {}
+    for title, method in METHODS.items():
+        for lr in method.rates if seed == 0 else (known[f"{name}|{title}|lr"],):
+            key = f"{name}|{title}|{seed}|{lr}"
+            if key not in known:
+                task = task or TASKS[name](seed)
+                taken = steps if method.options is not None else BACKPROPAGATION_STEPS
+                found[key] = adapt(task, method, lr=lr, steps=min(taken, steps), batch=batch, seed=seed)
+    return found
+
+
 def run(args: argparse.Namespace, kept: dict[str, Any]) -> None:
-    """Every task, seed and method; what is in ``kept`` is not run again."""
-    for seed in range(args.seeds):
-        for name, make in TASKS.items():
-            if args.tasks and name not in args.tasks:
-                continue
-            task: Task | None = None
-            for title, method in METHODS.items():
-                rates = method.rates if seed == 0 else (kept[f"{name}|{title}|lr"],)
-                runs: dict[float, Any] = {}
-                for lr in rates:
-                    key = f"{name}|{title}|{seed}|{lr}"
-                    if key not in kept:
-                        task = task or make(seed)
-                        steps = args.steps if method.options is not None else min(500, args.steps)
-                        kept[key] = adapt(task, method, lr=lr, steps=steps, batch=args.batch, seed=seed)
-                        _store(args.output, kept)
-                        print(f"{key}: {json.dumps(kept[key])}", flush=True)
-                    runs[lr] = kept[key]
-                if seed == 0:
-                    kept[f"{name}|{title}|lr"] = max(runs, key=lambda lr: runs[lr]["validation"])
+    """Every task, seed and method, in ``args.jobs`` processes; what is in ``kept`` is not run again."""
+    names = args.tasks or list(TASKS)
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for seeds in ((0,), range(1, args.seeds)):  # the first seed chooses the rates
+            cells = [(name, seed) for seed in seeds for name in names]
+            waiting = [pool.submit(adapt_all, *cell, args.steps, args.batch, kept) for cell in cells]
+            for done in as_completed(waiting):
+                kept |= done.result()
+                _store(args.output, kept)
+                for key, result in done.result().items():
+                    print(f"{key}: {json.dumps(result)}", flush=True)
+            for name, (title, method) in itertools.product(names, METHODS.items()):
+                runs = {lr: kept[f"{name}|{title}|0|{lr}"] for lr in method.rates}
+                kept[f"{name}|{title}|lr"] = max(runs, key=lambda lr: runs[lr]["validation"])
+    _store(args.output, kept)
 
 
 def report(args: argparse.Namespace, kept: dict[str, Any]) -> None:
@@ -177,7 +194,7 @@ def memory() -> None:
     """Peak memory of training beside inference, each in a process of its own: a ViT-tiny, all weights trained."""
     script = str(Path(__file__).with_name("forward_gradient_memory.py"))
     peaks = {}
-    for mode in ("inference", "forward", "fixed", "backward"):
+    for mode in ("inference", "forward", "fixed16", "fixed8", "backward"):
         done = subprocess.run([sys.executable, script, mode], capture_output=True, text=True, check=True)
         peaks[mode] = int(done.stdout)
     print("\npeak memory, weights included, ViT-tiny (5.5 M parameters) at 224 x 224, batch 8:")
@@ -197,8 +214,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, 100 steps: only to see that it runs")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1500, help="of forward gradients; backpropagation takes 500")
+    parser.add_argument(
+        "--steps", type=int, default=3000, help=f"of forward gradients; backpropagation takes {BACKPROPAGATION_STEPS}"
+    )
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, of one thread each")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS))
     parser.add_argument("--output", type=Path, default=Path("outputs/forward_gradient.json"))
     parser.add_argument("--report", action="store_true", help="print what is there, run nothing")
@@ -206,7 +226,12 @@ def main() -> None:
     if args.quick:
         args.seeds, args.steps, args.output = 1, 100, args.output.with_name("forward_gradient_quick.json")
     torch.set_num_threads(1)
-    kept = json.loads(args.output.read_text()) if args.output.exists() else {}
+    settings = {"steps": args.steps, "batch": args.batch}
+    kept = json.loads(args.output.read_text()) if args.output.exists() else {"settings": settings}
+    if kept.get("settings") != settings:
+        raise SystemExit(
+            f"{args.output} is of other settings: {kept.get('settings')}. Name another --output, or remove it."
+        )
     if not args.report:
         run(args, kept)
     report(args, kept)
