@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ import results  # noqa: E402
 import stage1  # noqa: E402
 
 import lightning_npu as npu  # noqa: E402
+from lightning_npu import keys  # noqa: E402
 
 
 def some_frames(count: int = 8, seed: int = 0) -> data.Frames:
@@ -344,6 +346,31 @@ def test_a_backend_that_the_user_has_set_is_left_alone(monkeypatch: pytest.Monke
 # ---- the whole
 
 
+def check_the_dashboard_run(folder: Path, result: dict[str, Any]) -> None:
+    """W&B's offline file holds the documented keys, joules that only grow, and the final figures."""
+    import wandb
+    import wandb_file
+
+    wandb.finish()
+    found = wandb_file.finished_run(folder)
+    wandb.teardown()  # or the environment of this run would hold for all of the process
+    rows = [row for row in wandb_file.history(found) if keys.TOTAL_J in row]
+    logged = set().union(*rows)
+    assert logged >= {keys.BOARD_POWER_W, keys.GPU_POWER_W, keys.NPU_POWER_W, keys.PER_SAMPLE_J, keys.UNCERTAINTY_J}
+    assert logged >= {keys.WAIT_S, keys.HIT_RATE, keys.QUEUE_DEPTH, keys.phase_j("train"), keys.phase_j("data_wait")}
+    assert logged >= {keys.board_power_w("simulated-gpu0"), keys.board_power_w("simulated-npu1")}
+    assert all("simulated" in key for key in logged if key.startswith("energy/board/"))
+    for key in (keys.TOTAL_J, keys.GPU_J, keys.NPU_J, keys.ELAPSED_S):
+        values = [row[key] for row in rows]
+        assert values == sorted(values)
+        assert values[-1] > values[0] > 0
+    axes = wandb_file.metrics(found)
+    assert axes["energy/*"] == axes["npu/*"] == keys.ELAPSED_S
+    final = wandb_file.summary(found)
+    assert final[keys.TOTAL_J] == pytest.approx(result["energy"]["total"]["energy_j"], rel=1e-3)
+    assert final[keys.PER_SAMPLE_J] == pytest.approx(result["energy"]["per_sample_j"], rel=1e-3)
+
+
 def test_smoke_run_from_demonstrations_to_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("metaworld") is None:
         pytest.skip("metaworld is not installed: pip install lightning-npu[robot]")
@@ -355,14 +382,19 @@ def test_smoke_run_from_demonstrations_to_rollouts(tmp_path: Path, monkeypatch: 
         pytest.skip(str(missing))
     import train
 
-    arguments = ["--offload", "L1", "--demos", "2", "--steps", "3", "--batch-size", "8", "--episodes", "2"]
+    for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path), "X_DISABLE_STATS": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    arguments = ["--offload", "L1", "--demos", "2", "--steps", "60", "--batch-size", "8", "--episodes", "2"]
     arguments += ["--first-episode", "50000", "--processes", "1", "--cache", str(tmp_path)]
+    arguments += ["--logger", "wandb", "--power", "simulated"]
     first = train.run(train.parse(arguments))
     assert len(first["solved"]) == len(first["episode_steps"]) == 2
     assert len(first["fidelity"]) == 3, "K1, V1 and the tokens that the tail goes on from"
     assert min(f["sqnr_db"] for f in first["fidelity"].values()) > 20
     (picture,) = tmp_path.glob("runs/*/rollout.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "simulated" in results.table([first])
+    check_the_dashboard_run(tmp_path, first)
 
     def never(*arguments: object) -> None:
         raise AssertionError("what is in the cache is not made again")

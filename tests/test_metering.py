@@ -580,6 +580,8 @@ def test_a_run_in_wandb(tmp_path, monkeypatch):
     assert summary[keys.TOTAL_J] == total_j(report)
     assert summary[keys.phase_j("train")] == report["phases"]["train"]["energy_j"]
     assert summary[keys.phase_j("test")] > 0
+    for key, name in ((keys.PER_SAMPLE_J, "per_sample_j"), (keys.PER_OPTIMIZER_STEP_J, "per_optimizer_step_j")):
+        assert summary[key] == report[name], "of the whole run, not of its last epoch"
     table = next(row for row in rows if f"{keys.POWER_TRACE}._type" in row)
     assert table[f"{keys.POWER_TRACE}._type"] == "table-file"
     assert table[f"{keys.POWER_TRACE}.nrows"] > 10

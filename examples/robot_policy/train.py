@@ -22,6 +22,7 @@ import lightning as L
 import lightning_npu as npu
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning_npu.power.simulated import SimulatedBoard, SimulatedSource, SquareWave
 
 from cache import fingerprint, sha256_of, whole_file, write_json
 from data import Demonstrations, Recipe, normalise, state_statistics
@@ -57,6 +58,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--prefetch", type=depth, default="auto", help="batches to encode ahead, 0: none (default: %(default)s)")
     add("--balance", type=share, default="off", help="'auto' or a share: the rest is encoded in FP32 (default: off)")
     add("--logger", choices=("csv", "tensorboard", "wandb"), default="csv", help="default: %(default)s")
+    add("--power", choices=("sensors", "simulated"), default="sensors", help="simulated: to see how energy is drawn")
     add("--seed", type=int, default=0, help="of the training (default: %(default)s)")
     add("--demos", type=int, default=200, help="environment seeds for demonstrations (default: %(default)s)")
     add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
@@ -122,6 +124,15 @@ def make_logger(kind: str, folder: Path) -> Logger:
     return WandbLogger(project="robot-policy", name=folder.name, save_dir=folder)
 
 
+def power_sources(kind: str) -> Any:
+    """What the meter reads: the sensors of the boards that are used, or boards that are simulated and say so."""
+    if kind == "sensors":
+        return "auto"
+    gpu = SimulatedBoard(SquareWave(60.0, 180.0, period_s=0.7), name="gpu", kind="gpu", counter=True, update_s=0.1)
+    accelerator = SimulatedBoard(SquareWave(8.0, 25.0, period_s=0.3), name="npu", kind="npu", update_s=0.1)
+    return [SimulatedSource([gpu, accelerator])]
+
+
 def energy_of(report: dict[str, Any]) -> dict[str, Any]:
     """What the result keeps of the meter's report; None where no sensor could be read, and the reasons."""
     return {
@@ -140,7 +151,7 @@ def fit(model: BehaviourCloning, data: Demonstrations, args: argparse.Namespace,
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # the encoder, on purpose
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch and Lightning's matter
     prefetch = npu.Prefetch(args.prefetch, balance=args.balance)  # the next batches are encoded while this one trains
-    meter = npu.EnergyMeter(prefetch=prefetch)  # joules of every board that this run uses
+    meter = npu.EnergyMeter(power_sources(args.power), prefetch)  # joules of every board that this run uses
     trainer = L.Trainer(
         devices=1,
         callbacks=[meter],
@@ -229,6 +240,8 @@ def trained(args: argparse.Namespace) -> Trained:
         "steps": args.steps,
         "batch_size": args.batch_size,
     }
+    if args.power != "sensors":
+        settings["power"] = args.power
     fidelity: dict[str, Any] = {}
     if args.offload != "none":
         artifact = offload(model, data, args)

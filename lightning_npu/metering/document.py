@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_npu.metering.ledger import Account, totals_to_json
 from lightning_npu.metering.overlap import Overlap
-from lightning_npu.metering.recorder import TRAINING
-from lightning_npu.metering.totals import Sum, Totals, add_up, then
+from lightning_npu.metering.totals import Sum, Totals, add_up
 
 FORMAT = 1
 """Version of the layout of ``energy.json``."""
@@ -52,10 +51,7 @@ def document(
         ranks: of the run.
         ranks_merged: whether the figures of all ranks are in it, up to its end.
     """
-    work: Totals = {}
-    for phase in TRAINING if stage == "fit" else (stage,):
-        work = then(work, account.phases.get(phase, {}))
-    trained = add_up(work)
+    trained = add_up(account.work(stage))
     content: dict[str, Any] = _finite(
         {
             "format": FORMAT,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_npu.metering.ranks import gather
-from lightning_npu.metering.recorder import Recorder
+from lightning_npu.metering.recorder import TRAINING, Recorder
 from lightning_npu.metering.stretches import Snapshot
 from lightning_npu.metering.totals import BoardTotal, Totals, merge, then
 
@@ -48,6 +48,13 @@ class Account:
             self.steps + later.steps,
             self.elapsed_s + later.elapsed_s,
         )
+
+    def work(self, stage: str) -> Totals:
+        """What samples and steps cost: training and waiting for data, or the one phase of an evaluation by itself."""
+        spent: Totals = {}
+        for phase in TRAINING if stage == "fit" else (stage,):
+            spent = then(spent, self.phases.get(phase, {}))
+        return spent
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

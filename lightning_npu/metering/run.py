@@ -190,9 +190,11 @@ class MeteredRun:
         return self._monotonic(row)
 
     def final_values(self) -> values.Values:
-        """The figures that hold, after the end: those of :meth:`document`."""
-        row = self.merged_values()
-        exact = values.of_account(self.ledger.account)
+        """The figures that hold, after the end: those of :meth:`document`, per sample and step over the whole run."""
+        row, account = self.merged_values(), self.ledger.account
+        exact = values.of_account(account)
+        if self.stage == "fit":
+            return row | exact | values.of_work(account.work(self.stage), account.samples, account.steps)
         return {key: exact.get(key, value) for key, value in row.items()}
 
     def _monotonic(self, row: values.Values) -> values.Values:
