@@ -424,8 +424,8 @@ def test_keys_of_every_logger_are_the_documented_ones(tmp_path):
 
     events = EventAccumulator(board.log_dir).Reload()
     assert {key for key in events.Tags()["scalars"] if key.startswith(("energy/", "npu/"))} == logged
-    last = events.Scalars(keys.TOTAL_J)[-1].value
-    assert last == pytest.approx(total_j(energy.report), rel=1e-3)
+    last, total = events.Scalars(keys.TOTAL_J)[-1].value, total_j(energy.report)
+    assert total * (1 - 1e-6) <= last <= total * 1.1, "what was shown before does not go down, if it was too much"
     assert energy.path.parent == Path(csv.log_dir)
 
 
