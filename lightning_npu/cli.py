@@ -30,7 +30,7 @@ class _Group(click.Group):
             click.echo(f"{error}", err=True)
             ctx.exit(_UNFINISHED)
         except NPUError as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"Error: {error}".replace("overwrite=True", "--overwrite"), err=True)
             ctx.exit(1)
 
 

@@ -130,6 +130,8 @@ class NPUFrozenModule(DeviceModule):
         if torch.compiler.is_compiling():
             outputs = custom_op.encode(tensors, self._handle, dtype, not differentiable)
         elif differentiable and self._gradient is not None:
+            if self._ahead is not None:
+                self._ahead.missed("requires_grad")
             outputs = self._gradient.encode(self, tensors, dtype)
         elif self.failure is not None:
             return self._by_reference(tensors, self._place(tensors), dtype)
@@ -165,6 +167,11 @@ class NPUFrozenModule(DeviceModule):
         return FeatureFuture(self, pending, tensors, dtype)
 
     # ---- what it is
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether what comes before it can be trained through it: it was made with ``gradient``."""
+        return self._gradient is not None
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,16 @@ def offload(
         The module that took the submodule's place; the same as before if it was offloaded already.
 
     Raises:
-        InputError: no such submodule, or calibration data that never reaches it.
+        InputError: no such submodule, calibration data that never reaches it, or it was offloaded in another way.
         CompileError: it cannot be cut, exported or quantized; or the target's compiler is not here.
         FidelityError: the result is too far from FP32.
         ArtifactError: ``output`` holds an artifact of something else.
     """
     original = find_submodule(model, submodule)
     if isinstance(original, NPUFrozenModule):
+        wanted_now = {"cut": cut, "target": target, "precision": precision, **_recipe_options(options)}
+        kept = {"keep_reference": keep_reference or on_failure == "reference", "gradient": gradient is not None}
+        _require_offloaded_so(original, submodule, wanted_now, kept, output)
         return original
     if on_failure not in POLICIES:
         raise InputError("on_failure is wrong.", expected=f"one of {POLICIES}", got=repr(on_failure))
@@ -112,6 +116,7 @@ def offload(
     name = f"{submodule}{f'-{cut}' if cut else ''}-{_short(made_from)}.npu"
     path = FOLDER / name if output is None else Path(output)
     artifact = None if options.get("overwrite") else _existing(path, made_from)
+    reused = artifact is not None
     wanted = [options.get(key, default) for key, default in _SAMPLES.items()]
     calls = capture_inputs(
         model,
@@ -146,7 +151,10 @@ def offload(
     for parent in list(model.modules()):  # the same module may be registered under several names
         for child in [child for child, module in parent._modules.items() if module is original]:
             setattr(parent, child, frozen)
-    log.info("%s of %s now runs as %s (%s)", submodule, type(model).__name__, path, artifact.precision)
+    how = "used again" if reused else "compiled"
+    worst = min((figures.sqnr_db for figures in artifact.fidelity.values()), default=None)
+    fidelity = "" if worst is None else f", lowest SQNR {worst:.1f} dB"
+    _say(f"{submodule} of {type(model).__name__} now runs as {path} ({artifact.precision}, {how}{fidelity})")
     return frozen
 
 
@@ -176,7 +184,6 @@ def _made_from(
     original: nn.Module, cut: str | None, target: str, precision: str, options: dict[str, Any]
 ) -> dict[str, Any]:
     """What decides the artifact, its calibration data aside: JSON-ready, so that a difference can be named."""
-    defaults = inspect.signature(compile_module).parameters
     hidden = {  # buffers that no state dict holds, such as position tables
         name: tensor_sha256(buffer) for name, buffer in original.named_buffers() if name not in original.state_dict()
     }
@@ -187,9 +194,51 @@ def _made_from(
         "cut": cut,
         "target": target,
         "precision": precision,
+        **_recipe_options(options),
+    }
+
+
+def _recipe_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = inspect.signature(compile_module).parameters
+    return {
         **{key: repr(options.get(key, defaults[key].default)) for key in ("recipe", "batch_size", "batch_axis")},
         **({"target_options": repr(options["target_options"])} if options.get("target_options") else {}),
     }
+
+
+def _require_offloaded_so(
+    frozen: NPUFrozenModule,
+    name: str,
+    wanted: dict[str, Any],
+    kept: dict[str, bool],
+    output: str | Path | None,
+) -> None:
+    """Refuse a second call that asks for something else than the first one made: the original is gone by now."""
+    made_from = {} if frozen.artifact is None else frozen.artifact.manifest["source"].get("made_from", {})
+    found = {key: made_from.get(key) for key in wanted} if made_from else dict(wanted)
+    found |= {"keep_reference": frozen.reference is not None, "gradient": frozen.differentiable}
+    asked: dict[str, Any] = {**wanted, **kept}
+    if output is not None and frozen.artifact is not None:
+        asked["output"], found["output"] = str(Path(output).resolve()), str(frozen.artifact.path.resolve())
+    # what is there and was not asked for this time does no harm
+    different = [key for key, value in asked.items() if found[key] != value and not (key in kept and not value)]
+    if different:
+        raise InputError(
+            f"'{name}' is offloaded already, in another way: {', '.join(different)}.",
+            expected={key: found[key] for key in different},
+            got={key: asked[key] for key in different},
+            remedy="offload a new model; of this one the original module is gone",
+        )
+
+
+def _say(text: str) -> None:
+    """Where Lightning speaks, in its voice, which is shown by default; else in the log."""
+    if "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules:
+        from lightning_npu._lightning import pl
+
+        pl.utilities.rank_zero_info(text)
+    else:
+        log.info(text)
 
 
 def _short(made_from: dict[str, Any]) -> str:
@@ -203,9 +252,14 @@ def _existing(path: Path, made_from: dict[str, Any]) -> Artifact | None:
     artifact = Artifact.load(path)
     found = artifact.manifest["source"].get("made_from", {})
     different = [key for key, value in made_from.items() if found.get(key) != value]
+    if not found:
+        raise ArtifactError(
+            f"{path} was made by compile_module, which does not note what of: whether it is the same cannot be told.",
+            remedy="put it in by hand, NPUFrozenModule(path, tail=...), or choose another output",
+        )
     if different:
         raise ArtifactError(
-            f"{path} was made from something else: {', '.join(different)} differ.",
+            f"{path} was made from something else: {', '.join(different)} differ{'s' * (len(different) == 1)}.",
             expected={key: made_from[key] for key in different},
             got={key: found.get(key) for key in different},
             remedy="choose another output, delete it, or pass overwrite=True",

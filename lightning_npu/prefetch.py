@@ -106,7 +106,11 @@ class Prefetch(pl.Callback):
             self._patch(trainer.strategy, "setup", functools.partial(self._set_up_late, pl_module))
 
     def _set_up_late(self, pl_module: Any, original: Callable[[Any], Any], trainer: Any) -> Any:
-        self._install(trainer, pl_module)
+        if not self._install(trainer, pl_module) and self in trainer.callbacks:
+            pl.utilities.rank_zero_warn(
+                f"Prefetch does nothing: {type(pl_module).__name__} has no NPUFrozenModule. Offload a part of it "
+                "first: lightning_npu.offload(model, ...)."
+            )
         return original(trainer)
 
     def _install(self, trainer: Any, pl_module: Any) -> bool:

@@ -84,7 +84,7 @@ def _packages() -> tuple[Any, Any]:
     except ImportError as error:
         raise NPUError(
             "The W&B dashboard needs a package that is not installed.",
-            expected="wandb-workspaces 0.3 or newer",
+            expected="wandb-workspaces 0.4.4 or newer",
             got=str(error),
             remedy="pip install 'lightning-npu[wandb]'",
         ) from error

@@ -721,6 +721,11 @@ def test_a_resumed_run_goes_on_counting(tmp_path, middle, truth):
     assert total_j(report) == pytest.approx(saved_j + elsewhere["energy_j"])
     assert sum(phase["energy_j"] for phase in report["phases"].values()) == pytest.approx(total_j(report), rel=1e-6)
     assert report["elapsed_s"] > saved["elapsed_s"]
+    assert report["earlier"] == {
+        "elapsed_s": saved["elapsed_s"], "samples": saved["samples"], "optimizer_steps": saved["steps"],
+        "energy_j": pytest.approx(saved_j),
+    }  # fmt: skip
+    assert read_report(first.path)["earlier"] is None
 
 
 def test_checkpoints_of_others_are_loaded(tmp_path, caplog):

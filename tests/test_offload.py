@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import make_encoder, make_images
@@ -67,6 +70,50 @@ def test_an_artifact_of_the_same_is_used_again(tmp_path: Path) -> None:
         offload(Model(), tmp_path / "e.npu", precision="fp32")
     replaced = offload(changed, tmp_path / "e.npu", overwrite=True)
     assert replaced.fingerprint != first.fingerprint
+
+
+def test_a_second_call_that_asks_for_something_else_is_refused(tmp_path: Path) -> None:
+    model = Model()
+    frozen = offload(model, tmp_path / "e.npu")
+    assert offload(model, tmp_path / "e.npu") is frozen
+    assert offload(model, None) is frozen
+    for options, named in (
+        ({"cut": "stem"}, "cut"),
+        ({"precision": "fp32"}, "precision"),
+        ({"recipe": "fast"}, "recipe"),
+        ({"keep_reference": True}, "keep_reference"),
+        ({"on_failure": "reference"}, "keep_reference"),
+        ({"gradient": "forward"}, "gradient"),
+    ):
+        with pytest.raises(npu.InputError, match=rf"offloaded already, in another way: {named}\.(.|\n)*new model"):
+            offload(model, tmp_path / "e.npu", **options)
+    with pytest.raises(npu.InputError, match=r"in another way: output(.|\n)*other\.npu"):
+        offload(model, tmp_path / "other.npu")
+    frozen.close()
+
+
+def test_one_made_by_hand_is_told_from_one_of_something_else(tmp_path: Path) -> None:
+    npu.compile_module(
+        make_encoder(), (make_images(8),), calibration=[(make_images(8),)] * 5, output=tmp_path / "e.npu",
+        precision="fp32", min_sqnr_db=None,
+    )  # fmt: skip
+    with pytest.raises(npu.ArtifactError, match=r"made by compile_module(.|\n)*NPUFrozenModule\(path, tail"):
+        offload(Model(), tmp_path / "e.npu", precision="fp32")
+
+
+def test_it_says_what_it_did_and_leaves_the_users_logging_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script; pytest has its own
+    seen: list[str] = []
+    monkeypatch.setattr(pl.utilities, "rank_zero_info", seen.append)
+    offload(Model(), tmp_path / "e.npu")
+    offload(Model(), tmp_path / "e.npu")
+    assert re.match(
+        r"vision\.encoder of Model now runs as .*e\.npu \(a8w8, compiled, lowest SQNR \d+\.\d dB\)", seen[0]
+    )
+    assert "used again" in seen[1]
+    assert logging.getLogger().handlers == [], "or the user's logging.basicConfig() would do nothing"
 
 
 def test_an_artifact_of_another_computation_is_not_used_again(tmp_path: Path) -> None:

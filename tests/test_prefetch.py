@@ -293,6 +293,20 @@ def test_what_it_says_is_used_only_if_it_is_equal(tmp_path: Path, make: type[Pol
     assert ahead.prefetch.statistics.misses[cause] >= 17
 
 
+def test_a_function_that_always_fails_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.warns(UserWarning, match=r"inputs=\.\.\.\)\) failed"):
+        train(tmp_path, 2, make=Fails)
+    assert caplog.text.count("inputs(batch) failed") == 1
+
+
+def test_without_a_frozen_module_it_says_that_it_does_nothing(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Prefetch does nothing: Policy has no NPUFrozenModule(.|\n)*offload"):
+        make_trainer(tmp_path, npu.Prefetch(), max_steps=1).fit(Policy(make_encoder()), loader())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Prefetch does nothing")
+        make_trainer(tmp_path, npu.EnergyMeter(), max_steps=1).fit(Policy(make_encoder()), loader())
+
+
 def test_inputs_for_a_module_that_is_not_there_are_refused(tmp_path: Path) -> None:
     frozen, _ = simulated()
     trainer = make_trainer(tmp_path, npu.Prefetch(inputs={"vision": lambda batch: batch[0]}))

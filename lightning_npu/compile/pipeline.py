@@ -13,6 +13,7 @@ from lightning_npu.artifact import Artifact, new_folder
 from lightning_npu.compile.build import Prepared, build_artifact, prepare
 from lightning_npu.compile.eligible import require_eligible
 from lightning_npu.compile.options import check_options, check_target
+from lightning_npu.compile.quiet import root_logger_kept
 from lightning_npu.compile.undisturbed import undisturbed
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 CALIBRATION_SAMPLES, HOLDOUT_SAMPLES, MIN_SQNR_DB = 128, 32, 20.0
 
 
+@root_logger_kept()
 def compile_module(
     module: nn.Module,
     example_inputs: Sequence[Any],

@@ -1,4 +1,4 @@
-"""Keeps from the user what torch's exporter says to its own developers."""
+"""Keeps from the user what exporters say to their own developers, and their logging habits from the user's logging."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 _LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "torch.fx.experimental.symbolic_shapes",
-    "onnx_ir.passes.common.initializer_deduplication",
+    "onnx_ir",
+    "onnxscript",
 )
 
 
@@ -38,3 +39,21 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """Within the block nobody configures the root logger by the way.
+
+    The functions ``logging.warning`` and kin do where it has no handler, and ONNX Runtime's quantiser calls them: the
+    user's ``logging.basicConfig(...)`` afterwards would do nothing.
+    """
+    root, stand_in = logging.getLogger(), logging.lastResort
+    if root.handlers or stand_in is None:
+        yield
+        return
+    root.addHandler(stand_in)  # what logging itself falls back to where there is no handler
+    try:
+        yield
+    finally:
+        root.removeHandler(stand_in)

@@ -39,7 +39,8 @@ class Statistics:
         balanced: calls answered by the FP32 head in torch (see ``balance``).
         misses: calls computed on the spot, by cause: "learning" (the call that taught a route), "not_a_batch_leaf",
             "edited", "asked_twice", "beyond_reach" (known, but not requested for this batch), "differs" (``inputs``
-            gave something else than what was passed), "inputs_failed", "calibration" (see :meth:`Ahead.calibrate`).
+            gave something else than what was passed), "inputs_failed", "calibration" (see :meth:`Ahead.calibrate`),
+            "requires_grad" (what comes before the module is trained, so its input is not known ahead).
         wait_s: seconds that calls waited for requested features.
         queue_depth: batches that were asked for and not used yet, when the last batch was delivered.
     """
@@ -214,6 +215,10 @@ class Ahead:
         self.statistics.hits += 1
         return request.pending
 
+    def missed(self, cause: str) -> None:
+        """A call was computed on the spot without being looked for."""
+        self.statistics.misses[cause] += 1
+
     def encodes_here(self, module: NPUFrozenModule, tensors: Sequence[Tensor]) -> bool:
         """Whether the FP32 head in torch encodes these tensors: because their batch was kept, or would be late."""
         if not self.balancer.on:
@@ -271,7 +276,13 @@ class Ahead:
             try:
                 made = request.pending.inputs()
             except Exception as error:
-                log.warning("inputs(batch) failed, so nothing was asked for ahead: %r", error)
+                known = repr(error) in self._warned
+                self._warned.add(repr(error))
+                log.log(
+                    logging.DEBUG if known else logging.WARNING,
+                    "inputs(batch) failed, so nothing was asked for ahead: %r",
+                    error,
+                )
                 self.current.requests.remove(request)
                 return None, "inputs_failed"
             if len(made) == len(tensors) and all(map(module.same_input, made, tensors)):

@@ -32,6 +32,7 @@ def document(
     failures: Sequence[Mapping[str, Any]],
     ranks: int,
     ranks_merged: bool,
+    earlier: Account,
 ) -> dict[str, Any]:
     """Plain JSON values; a figure that is not known is null, never 0.
 
@@ -50,6 +51,7 @@ def document(
         failures: devices that failed, and what was used since, by their references too.
         ranks: of the run.
         ranks_merged: whether the figures of all ranks are in it, up to its end.
+        earlier: the parts of the run before this one; they are in ``account``, and not in ``epochs``.
     """
     trained = add_up(account.work(stage))
     content: dict[str, Any] = _finite(
@@ -60,6 +62,7 @@ def document(
             "ended": ended,
             "ranks": ranks,
             "ranks_merged": ranks_merged,
+            "earlier": _earlier(earlier),
             "elapsed_s": account.elapsed_s,
             "samples": account.samples,
             "optimizer_steps": account.steps,
@@ -96,6 +99,19 @@ def document(
         }
     )
     return content
+
+
+def _earlier(account: Account) -> dict[str, Any] | None:
+    """What a resumed run goes on from; None where it began here."""
+    if not account.elapsed_s:
+        return None
+    total = add_up(account.totals)
+    return {
+        "elapsed_s": account.elapsed_s,
+        "samples": account.samples,
+        "optimizer_steps": account.steps,
+        "energy_j": None if total is None else total.energy_j,
+    }
 
 
 def _sum(total: Sum | None) -> dict[str, Any] | None:

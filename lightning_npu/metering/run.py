@@ -235,6 +235,7 @@ class MeteredRun:
             failures=mine + [failure for failure in elsewhere if failure not in mine],
             ranks=self.ranks,
             ranks_merged=self.ranks == 1 or (merged and self.ledger.ranks_merged == self.ranks),
+            earlier=self.ledger.prior,
         )
 
 
