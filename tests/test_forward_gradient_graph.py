@@ -134,9 +134,16 @@ def test_training_inside_the_graph_and_saving(bits: int, artifact: npu.Artifact,
     with pytest.raises(ArtifactError, match="exists already"):
         weights.save(tmp_path / "adapted.npu")
     weights.save(tmp_path / "adapted.npu", overwrite=True)
-    if bits == 8:  # what was saved can be trained on, from where it was left
-        again = GraphWeights(saved, [*LAYERS, "tokens.weight"])
-        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), weights.parameters(), strict=True))
+    again = GraphWeights(saved, [*LAYERS, "tokens.weight"], weight_bits=bits)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), weights.parameters(), strict=True))
+    assert torch.equal(again(x), weights(x)), "what was saved can be trained on, from where it was left"
+    twice = npu.NPUFrozenModule(again.save(tmp_path / "twice.npu"))
+    assert torch.equal(twice(x), weights(x))
+    twice.close()
+    if bits == 16:
+        with pytest.raises(InputError, match=r"holds weights in 16 bits(.|\n)*'tokens.weight'(.|\n)*weight_bits=16"):
+            GraphWeights(saved, [*LAYERS, "tokens.weight"])
+        assert torch.equal(GraphWeights(saved, "classifier.bias")(x), weights(x)), "biases have one form"
 
 
 def test_weights_of_graphs_for_processors_without_vnni_are_unsigned_inside(tmp_path: Path) -> None:

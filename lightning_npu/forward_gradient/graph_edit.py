@@ -33,6 +33,7 @@ class Layer:
         zero_point: 0, or 128 where the graph's weights are unsigned.
         grid: what the integers stand for, and their bounds.
         transposed: whether the exporter stored the transpose of torch's weight.
+        wide: whether the graph holds it in 16 bits already, as one that was trained so and saved.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Layer:
     zero_point: int
     grid: Grid
     transposed: bool = False
+    wide: bool = False
 
     @property
     def is_bias(self) -> bool:
@@ -52,11 +54,11 @@ class Layer:
         """The dtype of the graph's integers where weights have ``bits`` bits."""
         if self.is_bias:
             return np.dtype(np.int32)
-        return np.dtype(np.int16 if bits == 16 else np.uint8 if self.zero_point else np.int8)
+        return np.dtype(np.int16 if bits == 16 or self.wide else np.uint8 if self.zero_point else np.int8)
 
     def trained_grid(self, bits: int, headroom: int) -> Grid:
         """The grid on which it is trained."""
-        if self.is_bias or bits == 8:
+        if self.is_bias or self.wide or bits == 8:
             return self.grid
         return Grid(self.grid.scale * 2.0 ** (headroom - _SPARE_BITS), -(2**15 - 1), 2**15 - 1)
 
@@ -94,7 +96,7 @@ def with_inputs(model: onnx.ModelProto, layers: Sequence[Layer], *, bits: int, h
     """A copy of ``model`` in which the integers of ``layers`` are graph inputs, named as their initializers are."""
     edited = _copied(model)
     for layer in layers:
-        if bits == 16 and not layer.is_bias:
+        if bits == 16 and not layer.is_bias and not layer.wide:
             _widen(edited, layer, headroom)
         edited.graph.initializer.remove(_constant(edited, layer.constant))
         kind = onnx.helper.np_dtype_to_tensor_dtype(layer.stored_dtype(bits))
@@ -113,7 +115,7 @@ def with_values(
     """A copy of ``model`` with new integers inside, by the layers' names, zero points added where there are any."""
     edited = _copied(model)
     for layer in layers:
-        if bits == 16 and not layer.is_bias:
+        if bits == 16 and not layer.is_bias and not layer.wide:
             _widen(edited, layer, headroom)
         value = numpy_helper.from_array(stored[layer.name].astype(layer.stored_dtype(bits)), layer.constant)
         _constant(edited, layer.constant).CopyFrom(value)
@@ -185,10 +187,11 @@ def _layer(
     axis = next((a.i for a in node.attribute if a.name == "axis"), 1) % max(1, stored.ndim)
     if scale.size > 1:
         scale = scale.reshape([-1 if a == axis else 1 for a in range(stored.ndim)])
-    bound = _BIAS_BOUND if bias else 63 if narrow else 127
+    wide = stored.dtype == np.int16
+    bound = _BIAS_BOUND if bias else 2**15 - 1 if wide else 63 if narrow else 127
     grid = Grid(torch.from_numpy(np.array(scale.reshape(()) if scale.size == 1 else scale)), -bound, bound)
     values = np.clip(stored.astype(np.int64) - zero_point, -bound, bound)
-    return Layer(title, node.input[0], node.output[0], values, zero_point, grid, transposed)
+    return Layer(title, node.input[0], node.output[0], values, zero_point, grid, transposed, wide)
 
 
 def _constant(model: onnx.ModelProto, name: str) -> Any:

@@ -41,7 +41,8 @@ class GraphWeights(nn.Module):
         layers: names of weights and biases as torch calls them; see :meth:`trainable`.
         weight_bits: 8: the integers as compiled, INT8 kernels. 16: the same values on a grid 256 times as fine (less
             ``headroom``), so the layer's product is computed in float32 of 16-bit weights and 8-bit activations.
-            Biases stay in the accumulator's 32 bits in both.
+            Biases stay in the accumulator's 32 bits in both. What was trained in 16 bits and saved goes on on the grid
+            that it has, in 16 bits only.
         headroom: with 16 bits, bits above each channel's largest weight that are kept free.
         wide_outputs: an output that comes straight from one of the layers is not rounded to 8 bits; its range was
             calibrated with other weights.
@@ -70,6 +71,14 @@ class GraphWeights(nn.Module):
             raise InputError("headroom is wrong.", expected="an integer from 0 to 4", got=repr(headroom))
         self.weight_bits, self.headroom, self.wide_outputs, self.threads = weight_bits, headroom, wide_outputs, threads
         self._layers = _chosen(self.artifact, [layers] if isinstance(layers, str) else list(layers))
+        wide = [layer.name for layer in self._layers if layer.wide]
+        if wide and weight_bits == 8:
+            raise InputError(
+                "The artifact holds weights in 16 bits, as one that was trained so and saved.",
+                expected="weight_bits=16 for them",
+                got=f"weight_bits=8 for {wide}",
+                remedy="pass weight_bits=16, or begin with the artifact that they were trained from",
+            )
         for layer in self._layers:
             grid = layer.trained_grid(weight_bits, headroom)
             finer = round(float((layer.grid.scale / grid.scale).flatten()[0]))
