@@ -15,7 +15,7 @@ SYS = Path("/sys")
 PCI_VENDOR = "0x209f"
 _DOCS = "https://docs.mobilint.com"
 # the two distributions that bring a package "mbltml", and how their functions are called
-_FORMS = {"mobilint-ml": "fn(target device type, device number)", "mbltml": "fn(device number), the older form"}
+_FORMS = {"mobilint-ml": "the newer binding of board power", "mbltml": "the older binding of board power"}
 
 Piece = tuple[str, bool, str]
 
@@ -149,7 +149,7 @@ def _monitoring() -> tuple[bool, str]:
         remedy = "pip uninstall -y mbltml mobilint-ml && pip install mobilint-ml"
         return False, f"{forms}. Files of two distributions lie over each other, which is undefined: {remedy}"
     if "no driver" in answer:
-        return True, f"{forms}; it reads once there is a driver"
+        return True, f"{forms}; usable once there is a driver"
     if not answer.startswith("ok"):
         return False, f"{forms}; {answer}"
     return True, f"{forms}; {answer.removeprefix('ok: ')}"

@@ -92,8 +92,8 @@ def test_a_board_that_is_hidden(board: Any, monkeypatch: pytest.MonkeyPatch) -> 
     ("versions", "ok", "words"),
     [
         ({}, False, "mbltml is not installed, so the board's power cannot be read: pip install mobilint-ml"),
-        ({"mobilint-ml": "1.5.0"}, None, "mobilint-ml 1.5.0: fn(target device type, device number)"),
-        ({"mbltml": "0.0.0"}, None, "mbltml 0.0.0: fn(device number), the older form"),
+        ({"mobilint-ml": "1.5.0"}, None, "mobilint-ml 1.5.0: the newer binding of board power"),
+        ({"mbltml": "0.0.0"}, None, "mbltml 0.0.0: the older binding of board power"),
         (
             {"mbltml": "0.0.0", "mobilint-ml": "1.5.0"},
             False,

@@ -47,9 +47,9 @@ def half_the_cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str] | None = None, description: str | None = __doc__) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--task", default="button-press-v3", help="Meta-World task (default: %(default)s)")
     add("--offload", choices=("none", *CUTS), default="L4", help="how much of the encoder (default: %(default)s)")
