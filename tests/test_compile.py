@@ -498,6 +498,17 @@ def test_two_ways_of_calling_are_named(tmp_path: Path, kind: str) -> None:
         npu.offload(Two(), "encoder", calibration=[make_images(4)] * 2, output=tmp_path / "e.npu")
 
 
+@pytest.mark.parametrize(("batches", "precision", "said"), [(2, "a8w8", True), (2, "fp32", False), (5, "a8w8", False)])
+def test_few_calibration_samples_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batches: int, precision: str, said: bool
+) -> None:
+    images = [(make_images(8, seed=i),) for i in range(batches)]
+    npu.compile_module(
+        make_encoder(), images[0], calibration=images, output=tmp_path / "e.npu", precision=precision, min_sqnr_db=None
+    )
+    assert ("Only 13 samples calibrate the ranges of" in caplog.text) == said
+
+
 def test_another_precision_than_asked_for_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = [torch.rand(4, 3, 4, 4) for _ in range(3)]
     with pytest.warns(
