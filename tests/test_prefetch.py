@@ -299,6 +299,25 @@ def test_a_function_that_always_fails_is_logged_once(tmp_path: Path, caplog: pyt
     assert caplog.text.count("inputs(batch) failed") == 1
 
 
+def test_calls_whose_input_is_trained_are_counted(tmp_path: Path) -> None:
+    class Corrects(Policy):
+        def __init__(self, encoder: nn.Module) -> None:
+            super().__init__(encoder)
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return nn.functional.mse_loss(self.head(self.encoder(batch[0] * self.gain)[1]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([self.gain, *self.head.parameters()], lr=0.01)
+
+    frozen = npu.NPUFrozenModule.from_runtime(SimulatedRuntime(make_encoder(), latency_s=0.0), gradient="forward")
+    ahead = npu.Prefetch(2)
+    make_trainer(tmp_path, ahead, max_steps=3).fit(Corrects(frozen), loader())
+    assert dict(ahead.statistics.misses) == {"requires_grad": 3}
+    frozen.close()
+
+
 def test_without_a_frozen_module_it_says_that_it_does_nothing(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"Prefetch does nothing: Policy has no NPUFrozenModule(.|\n)*offload"):
         make_trainer(tmp_path, npu.Prefetch(), max_steps=1).fit(Policy(make_encoder()), loader())
