@@ -245,8 +245,14 @@ def loss_of(net: nn.Module) -> Tensor:
     return nn.functional.cross_entropy(net(X), Y)
 
 
-@pytest.mark.parametrize("fixed_point", [None, FixedPoint(8, headroom=0), FixedPoint(16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fixed_point", "dtype"),
+    [
+        *((None, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((FixedPoint(8, headroom=0), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        (FixedPoint(16), torch.float32),
+    ],
+)
 @pytest.mark.parametrize("sam_rho", [0.0, 0.05])
 def test_an_interrupt_at_any_moment_leaves_the_weights_as_they_were(
     fixed_point: FixedPoint | None, dtype: torch.dtype, sam_rho: float, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +291,106 @@ def test_an_interrupt_at_any_moment_leaves_the_weights_as_they_were(
         if not stopped:
             break
     assert moment > 4 * 2 * 3  # tensors, probes, moves of each
+
+
+@pytest.mark.parametrize("fixed_point", [None, FixedPoint(8, headroom=0), FixedPoint(16)])
+@pytest.mark.parametrize("sam_rho", [0.0, 0.05])
+def test_an_interrupt_while_a_tensor_is_written_leaves_the_weights_as_they_were(
+    fixed_point: FixedPoint | None, sam_rho: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python raises it when the write returns: the tensor has moved, and nothing was noted yet."""
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    optimizer = ForwardGradient(net.parameters(), 0.0, eps=0.05, m=2, sam_rho=sam_rho, fixed_point=fixed_point)
+    optimizer.step(lambda: loss_of(net))
+    before = copy.deepcopy(net.state_dict())
+    name = "add_" if fixed_point is None else "copy_"
+    plain = getattr(Tensor, name)
+    for moment in itertools.count(1):
+        left = [moment]
+
+        def interrupted(self: Tensor, *args: Any, left: list[int] = left, **kwargs: Any) -> Tensor:
+            result = plain(self, *args, **kwargs)
+            left[0] -= isinstance(self, nn.Parameter)
+            if left[0] == 0:
+                left[0] = -1
+                raise KeyboardInterrupt
+            return result
+
+        stopped = False
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, name, interrupted)
+            try:
+                optimizer.step(lambda: loss_of(net))
+            except KeyboardInterrupt:
+                stopped = True
+        for key_, value in net.state_dict().items():
+            assert torch.allclose(value, before[key_], rtol=0, atol=0.0 if fixed_point else 1e-6)
+        net.load_state_dict(before)
+        if not stopped:
+            break
+    assert moment > 4 * 2 * 3
+
+
+@given(
+    exponent=st.floats(-20, 10),
+    headroom=st.integers(0, 4),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+)
+@settings(deadline=None)
+def test_narrow_floats_hold_every_value_of_an_8_bit_grid(exponent: float, headroom: int, dtype: torch.dtype) -> None:
+    made = integer.grid_of(torch.tensor([2.0**exponent]), bits=8, headroom=headroom)
+    whole = torch.arange(-127, 128, dtype=torch.int8)
+    if float(made.scale) <= 2.0**-24 and dtype == torch.float16:  # its smallest number
+        return
+    assert torch.equal(made.quantize(made.dequantize(whole).to(dtype)), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_grids_that_narrow_floats_cannot_hold_are_refused(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.linspace(-1, 1, 12).to(dtype))
+    with pytest.raises(InputError, match=rf"{dtype} cannot hold(.|\n)*weight_bits=8(.|\n)*float32"):
+        ForwardGradient([parameter], 0.1, fixed_point=FixedPoint(16))
+    later = nn.Linear(3, 2)
+    optimizer = ForwardGradient(later.parameters(), 0.1, fixed_point=FixedPoint(16))
+    later.to(dtype)
+    with pytest.raises(InputError, match="cannot hold"):
+        optimizer.step(lambda: 1.0)
+    tiny = nn.Parameter(torch.tensor([1e-6], dtype=torch.float16))
+    with pytest.raises(InputError, match=r"cannot hold(.|\n)*in steps of"):
+        ForwardGradient([tiny], 0.1, eps=1e-7, fixed_point=FixedPoint(8)).step(lambda: 1.0)
+
+
+def test_weights_outside_of_their_grid_are_not_cut_without_a_word() -> None:
+    net = model()
+    optimizer = ForwardGradient(net.parameters(), 0.01, eps=0.02, fixed_point=FixedPoint(8))
+    optimizer.step(lambda: loss_of(net))
+    start = copy.deepcopy(net.state_dict())
+    for others in (10.0, torch.nan):
+        net.load_state_dict({name: value * others for name, value in start.items()})
+        with pytest.raises(InputError, match=r"outside of the grid(.|\n)*new ForwardGradient"):
+            optimizer.step(lambda: loss_of(net))
+    net.load_state_dict({name: value * 0.5 for name, value in start.items()})
+    optimizer.step(lambda: loss_of(net))
+
+
+@pytest.mark.parametrize("other", [None, FixedPoint(16), FixedPoint(8, headroom=2), FixedPoint(8, residual_bits=4)])
+def test_states_of_other_integers_are_refused(other: FixedPoint | None) -> None:
+    net = model()
+    optimizer = ForwardGradient(net.parameters(), 0.01, eps=0.02, fixed_point=FixedPoint(8))
+    optimizer.step(lambda: loss_of(net))
+    unlike = ForwardGradient(net.parameters(), 0.01, fixed_point=other)
+    for saved, loading in ((optimizer, unlike), (unlike, optimizer)):
+        with pytest.raises(InputError, match=r"saved with other integers(.|\n)*options that it was saved with"):
+            loading.load_state_dict(saved.state_dict())
+    alike = ForwardGradient(net.parameters(), 0.01, fixed_point=FixedPoint(8, rounding="stochastic"))
+    alike.load_state_dict(optimizer.state_dict())
+
+
+def test_the_largest_values_are_trained_not_the_largest_integers() -> None:
+    parameter = IntegerParameter(torch.tensor([[100, 90], [9, 8]], dtype=torch.int8), grid(127, 0.001, 1.0))
+    optimizer = ForwardGradient([parameter], 0.1, density=0.5, fixed_point=FixedPoint(8))
+    optimizer.step(lambda: 1.0)
+    assert optimizer.state[parameter]["mask"].tolist() == [[False, False], [True, True]]
 
 
 @pytest.mark.parametrize("bits", [8, 16])

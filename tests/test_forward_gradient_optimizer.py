@@ -377,6 +377,85 @@ def test_it_survives_copies_and_pickles() -> None:
         assert (other.m, other.estimator, other.seed, other.steps, other.ddp) == (2, "normalized", 4, 2, "directions")
 
 
+def test_copies_of_an_optimizer_with_a_scheduler_train_their_own_weights() -> None:
+    model = net()
+    optimizer = ForwardGradient(model.parameters(), 0.02)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on the instance
+    optimizer.register_step_post_hook(lambda *_: None)
+    before = copy.deepcopy(model.state_dict())
+    pickle.loads(pickle.dumps(optimizer))
+    other, copied = copy.deepcopy((model, optimizer))
+    run(other, copied, range(2))
+    assert (optimizer.steps, copied.steps) == (0, 2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"lr": -1}, "lr is wrong"),
+        ({"lr": math.nan}, "lr is wrong"),
+        ({"eps": 0.0}, "eps is wrong"),
+        ({"eps": -1e-3}, "eps is wrong"),
+        ({"m": 50}, r"whole optimizer(.|\n)*'lr', 'eps'(.|\n)*\['m'\]"),
+        ({"estimator": "sign", "density": 0.5}, r"\['density', 'estimator'\](.|\n)*one ForwardGradient for each"),
+    ],
+)
+def test_wrong_options_of_groups_are_named(group: dict[str, Any], words: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(InputError, match=words):
+        ForwardGradient([{"params": [parameter], **group}], 0.1)
+    optimizer = ForwardGradient([nn.Parameter(torch.ones(2))], 0.1)
+    with pytest.raises(InputError, match=words):
+        optimizer.add_param_group({"params": [parameter], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_schedulers_and_users_note_in_groups_is_left_alone() -> None:
+    group = {"params": [nn.Parameter(torch.ones(2))], "initial_lr": 0.1, "name": "body", "max_lr": 1.0}
+    optimizer = ForwardGradient([group], 0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=5, cycle_momentum=False)
+    optimizer.step(lambda: 1.0)
+    schedule.step()
+    assert optimizer.param_groups[0]["name"] == "body"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+@pytest.mark.parametrize("options", [{}, {"density": 0.3}, {"guide": {"beta": 0.5, "alpha": 0.5}}, {"sam_rho": 0.01}])
+def test_tensors_without_elements_do_no_harm(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = ForwardGradient([nn.Parameter(torch.zeros(shape)), parameter], 0.1, **options)
+    optimizer.step(lambda: parameter.sum())
+    assert not torch.equal(parameter, torch.ones(3))
+
+
+@pytest.mark.parametrize("failing", ["exception", "nan"])
+def test_a_failing_call_for_first_order_changes_nothing(failing: str) -> None:
+    model = net(dropout=0.0)
+    first_order = torch.optim.Adam(model[3].parameters(), lr=0.1)
+    optimizer = ForwardGradient(model[0].parameters(), 0.1, first_order=first_order)
+    before = copy.deepcopy(model.state_dict())
+
+    def closure() -> Tensor:
+        loss = loss_of(model)
+        if loss.requires_grad and failing == "exception":
+            raise OSError("no more data")
+        return loss * math.nan if loss.requires_grad else loss
+
+    if failing == "exception":
+        with pytest.raises(OSError, match="no more data"):
+            optimizer.step(closure)
+        assert (optimizer.steps, optimizer.skipped) == (0, 0)
+    else:
+        optimizer.step(closure)
+        assert (optimizer.steps, optimizer.skipped) == (1, 1)
+    assert not first_order.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, before[name], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -61,6 +61,15 @@ def evaluate(closure: Closure) -> Tensor:
                 remedy="remove backward() and zero_grad() from it: forward gradients need forward calls only",
             ) from error
         raise
+    return number_of(loss)
+
+
+def number_of(loss: object) -> Tensor:
+    """What a closure returned as a detached scalar, in float64 where the device has it.
+
+    Raises:
+        InputError: it is no single number.
+    """
     value = torch.as_tensor(loss).detach() if isinstance(loss, (Tensor, float, int)) else None
     if value is None or value.numel() != 1:
         raise InputError(

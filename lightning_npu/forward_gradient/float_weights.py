@@ -29,6 +29,7 @@ class FloatWeights(ProbedWeights):
         # where each tensor is, kept tensor by tensor: Ctrl-C may come between two of them
         self._at: dict[int, tuple[int, float]] = {}  # probe and how far along it
         self._ascent: dict[int, tuple[int, float]] = {}
+        self._under_way: tuple[dict[int, tuple[int, float]], Place, tuple[int, float], int] | None = None
         self._home = {p.index: p.parameter.detach().clone() for p in places if exact or p.parameter.dtype in NARROW}
 
     def perturb(self, probe: int, sign: int) -> None:
@@ -47,6 +48,11 @@ class FloatWeights(ProbedWeights):
 
     def return_home(self) -> None:
         """Undo probe and ascent."""
+        if self._under_way is not None:  # Ctrl-C came within a move: the tensor's version tells whether it was made
+            moves, place, there, version = self._under_way
+            if place.parameter._version != version:
+                moves[place.index] = there
+            self._under_way = None
         self._undo(self._at)
         self._undo(self._ascent)
         for place in self.places:
@@ -75,8 +81,10 @@ class FloatWeights(ProbedWeights):
             self._move(moves, place, before, 0.0)
             here = 0.0
         drawn = self._direction(place, probe).to(place.parameter.dtype)
+        self._under_way = (moves, place, (probe, distance), place.parameter._version)
         place.parameter.add_(drawn, alpha=distance - here)
         moves[place.index] = (probe, distance)
+        self._under_way = None
 
     def _undo(self, moves: dict[int, tuple[int, float]]) -> None:
         for place in self.places:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_npu.errors import InputError
+from lightning_npu.forward_gradient.evaluation import average_over_ranks, number_of
 
 
 def require_disjoint(first_order: torch.optim.Optimizer, others: Sequence[Tensor]) -> None:
@@ -30,16 +31,19 @@ def require_disjoint(first_order: torch.optim.Optimizer, others: Sequence[Tensor
         )
 
 
-def step_first_order(first_order: torch.optim.Optimizer, others: Sequence[Tensor], closure: Callable[[], Any]) -> None:
-    """One call of ``closure`` with gradients for the parameters of ``first_order`` only, and its step.
+def differentiate(first_order: torch.optim.Optimizer, others: Sequence[Tensor], closure: Callable[[], Any]) -> bool:
+    """One call of ``closure`` that leaves gradients in the parameters of ``first_order`` only.
 
     Args:
-        first_order: the optimizer.
+        first_order: the optimizer; it is not stepped.
         others: parameters that get no gradient in this call.
         closure: returns the loss; ``backward`` is called here if it has not done so itself, as Lightning's does.
 
+    Returns:
+        Whether the loss is finite, on all ranks. If not, the gradients are gone again.
+
     Raises:
-        InputError: no gradient arrived.
+        InputError: no gradient arrived, or the closure gives no number.
     """
     first_order.zero_grad(set_to_none=True)
     frozen = [parameter for parameter in others if parameter.requires_grad]
@@ -60,7 +64,10 @@ def step_first_order(first_order: torch.optim.Optimizer, others: Sequence[Tensor
             got="a loss without graph",
             remedy="give parameters that follow the ones ForwardGradient trains, and no torch.no_grad() in the closure",
         )
-    first_order.step()
+    finite = bool(torch.isfinite(average_over_ranks(number_of(loss))))
+    if not finite:
+        first_order.zero_grad(set_to_none=True)
+    return finite
 
 
 def _reached(first_order: torch.optim.Optimizer) -> bool:

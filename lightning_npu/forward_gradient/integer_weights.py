@@ -64,22 +64,72 @@ class _Move:
     cut: tuple[Tensor, Tensor] | None
 
 
+def require_trainable(parameter: Tensor, fixed_point: FixedPoint | None) -> None:
+    """Refuse parameters of a dtype that the optimizer cannot train.
+
+    Raises:
+        InputError: integers without ``fixed_point``, complex numbers, or floats too narrow for a grid of 16 bits.
+    """
+    if isinstance(parameter, IntegerParameter):
+        if fixed_point is None:
+            raise InputError(
+                "Integer parameters are trained in integers.",
+                expected="fixed_point=FixedPoint(...)",
+                got="fixed_point=None",
+                remedy="pass fixed_point=FixedPoint(weight_bits=8, rounding='error_feedback')",
+            )
+    elif not parameter.is_floating_point():
+        raise InputError(
+            "A parameter is of a dtype that cannot be trained.",
+            expected="a floating dtype, or a parameter of GraphWeights",
+            got=str(parameter.dtype),
+        )
+    elif fixed_point is not None and fixed_point.weight_bits == 16:
+        _require_held(Grid(torch.ones((), dtype=torch.float64), -fixed_point.largest, fixed_point.largest), parameter)
+
+
+def _require_held(grid: Grid, parameter: Tensor) -> None:
+    """Refuse a grid of whose values the parameter's dtype would lose some, or take them for others."""
+    dtype = parameter.dtype
+    if dtype not in NARROW:
+        return
+    whole = torch.arange(grid.lower, grid.upper + 1)
+    held = grid.dequantize(whole).to(dtype)
+    if not bool(torch.isfinite(held).all()) or not torch.equal(grid.quantize(held).long(), whole):
+        raise InputError(
+            f"Parameters of {dtype} cannot hold the values of their integer grid.",
+            expected="float32 parameters, or weight_bits=8 and weights within the range of the dtype",
+            got=f"integers up to {grid.upper} in steps of {float(grid.scale):.3g}",
+            remedy="keep these parameters in float32, or pass FixedPoint(weight_bits=8)",
+        )
+
+
+def _require_within(grid: Grid, values: Tensor) -> None:
+    if values.numel() == 0:
+        return
+    most = max(abs(float(end)) for end in values.detach().aminmax())
+    bound = (grid.upper + 0.5) * float(grid.scale)
+    if not most <= bound:
+        raise InputError(
+            "Weights lie outside of the grid that the first step gave them: others were loaded since, or set.",
+            expected=f"finite weights up to {bound:.3g}",
+            got=f"{most:.3g}",
+            remedy="make a new ForwardGradient after loading other weights",
+        )
+
+
 class IntegerWeights(ProbedWeights):
     """Moves integers in place and takes the very same steps back, so that no copy of the weights is kept.
 
-    What saturated on the way out is noted, and all come back bit for bit. Of float parameters that are too narrow to
-    hold every value of their grid, the integers are held apart for the length of the step.
+    What saturated on the way out is noted, and all come back bit for bit.
     """
 
     def __init__(self, places: Sequence[Place], recipe: Recipe, seed: int, step: int, fixed_point: FixedPoint) -> None:
         super().__init__(places, recipe, seed, step)
         self.options = fixed_point
         self.grids = {place.index: self._grid(place) for place in places}
-        self._held: dict[int, Tensor] = {}
-        for place in places:
-            if place.parameter.dtype in NARROW:
-                self._held[place.index] = self._integers(place).clone()
         self._moves: dict[int, list[_Move]] = {place.index: [] for place in places}
+        self._under_way: tuple[Place, Tensor, list[_Move]] | None = None
         self._eps: dict[tuple[int, float], Tensor] = {}
         self._ascents = 0
 
@@ -103,8 +153,13 @@ class IntegerWeights(ProbedWeights):
     def return_home(self) -> None:
         """Undo probe and ascent."""
         self._ascents = 0
+        self._arrive()
         for place in self.places:
             self._back(place, 0)
+
+    def values(self, place: Place) -> Tensor:
+        """Scales differ between channels, so integers do not tell which weights are the largest."""
+        return self.grids[place.index].dequantize(self._integers(place).as_subclass(Tensor))
 
     def update(self, differences: Sequence[float], estimator: str) -> None:
         """One multiplication, shift, rounding and saturation per weight."""
@@ -145,8 +200,7 @@ class IntegerWeights(ProbedWeights):
         return steps
 
     def _kernel_normed(self, place: Place, plain: list[float], directions: Sequence[Tensor]) -> list[float]:
-        grid = self.grids[place.index]
-        size = float(grid.dequantize(self._integers(place)).norm())
+        size = float(self.values(place).norm())
         scale = 2.0**-self.options.z_shift
         return [
             weight * self.relative(place, size, scale * float(drawn.double().norm()))
@@ -154,15 +208,14 @@ class IntegerWeights(ProbedWeights):
         ]
 
     def _go(self, place: Place, probe: int, sign: int, distance: float) -> None:
-        moves = self._moves[place.index]
         z = self._direction(place, probe)
-        weights = self._integers(place)
+        weights, moves = self._integers(place), self._moves[place.index]
         turns = len(moves) > self._ascents and moves[-1].probe == probe
         if turns:
             weights = self._without(place, weights, moves[-1], z)
         elif len(moves) > self._ascents:
             self._back(place, self._ascents)
-            weights = self._integers(place)
+            weights, moves = self._integers(place), self._moves[place.index]
         grid = self.grids[place.index]
         far = weights.to(torch.int32, copy=True).add_(self._displacement(place, sign, distance, z))
         cut = None
@@ -170,17 +223,27 @@ class IntegerWeights(ProbedWeights):
             outside = ((far < grid.lower) | (far > grid.upper)).flatten().nonzero().flatten()
             cut = (outside, weights.take(outside))
             far.clamp_(grid.lower, grid.upper)
-        move = _Move(probe, sign, distance, cut)
-        self._write(place, far.to(weights.dtype))
-        moves[-1 if turns else len(moves) :] = [move]
+        kept = moves[:-1] if turns else moves
+        self._set_out(place, far.to(weights.dtype), [*kept, _Move(probe, sign, distance, cut)])
 
     def _back(self, place: Place, moves: int) -> None:
         """Undo all but so many moves."""
-        done = self._moves[place.index]
-        while len(done) > moves:
+        while len(done := self._moves[place.index]) > moves:
             z = self._direction(place, done[-1].probe)
-            self._write(place, self._without(place, self._integers(place), done[-1], z))
-            done.pop()
+            self._set_out(place, self._without(place, self._integers(place), done[-1], z), done[:-1])
+
+    def _set_out(self, place: Place, weights: Tensor, moves: list[_Move]) -> None:
+        """Write ``weights``, which are so many moves from home; Ctrl-C may come in the middle."""
+        self._under_way = (place, weights, moves)
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Finish what was begun: writing twice does no harm."""
+        if self._under_way is not None:
+            place, weights, moves = self._under_way
+            self._write(place, weights)
+            self._moves[place.index] = moves
+            self._under_way = None
 
     def _without(self, place: Place, weights: Tensor, move: _Move, z: Tensor) -> Tensor:
         """The weights as they were before ``move`` along ``z``."""
@@ -203,24 +266,24 @@ class IntegerWeights(ProbedWeights):
     def _grid(self, place: Place) -> Grid:
         if isinstance(place.parameter, IntegerParameter):
             return place.parameter.grid
-        largest = self.options.largest
-        if "scale" not in place.state:
-            grid = integer.grid_of(place.parameter, bits=self.options.weight_bits, headroom=self.options.headroom)
-            place.state["scale"] = float(grid.scale)
-        return Grid(torch.tensor(place.state["scale"], dtype=torch.float64), -largest, largest)
+        if "scale" in place.state:
+            largest = self.options.largest
+            grid = Grid(torch.tensor(place.state["scale"], dtype=torch.float64), -largest, largest)
+            _require_within(grid, place.parameter)
+            return grid
+        grid = integer.grid_of(place.parameter, bits=self.options.weight_bits, headroom=self.options.headroom)
+        _require_held(grid, place.parameter)
+        place.state["scale"] = float(grid.scale)
+        return grid
 
     def _integers(self, place: Place) -> Tensor:
         """The tensor's integers as they are now."""
-        if place.index in self._held:
-            return self._held[place.index]
         parameter = place.parameter.detach()
         return (
             parameter if isinstance(place.parameter, IntegerParameter) else self.grids[place.index].quantize(parameter)
         )
 
     def _write(self, place: Place, weights: Tensor) -> None:
-        if place.index in self._held:
-            self._held[place.index] = weights
         if isinstance(place.parameter, IntegerParameter):
             place.parameter.copy_(weights)
         else:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_npu.errors import InputError
-from lightning_npu.forward_gradient import evaluation
+from lightning_npu.forward_gradient import evaluation, options
 from lightning_npu.forward_gradient.directions import check_distribution
 from lightning_npu.forward_gradient.estimators import check_estimator
 from lightning_npu.forward_gradient.fixed_point import FixedPoint
 from lightning_npu.forward_gradient.float_weights import FloatWeights
-from lightning_npu.forward_gradient.hybrid import require_disjoint, step_first_order
-from lightning_npu.forward_gradient.integer_weights import IntegerParameter, IntegerWeights
-from lightning_npu.forward_gradient.options import check_numbers, guide_options, require_integer_options
+from lightning_npu.forward_gradient.hybrid import differentiate, require_disjoint
+from lightning_npu.forward_gradient.integer_weights import IntegerWeights, require_trainable
 from lightning_npu.forward_gradient.weights import Place, ProbedWeights, Recipe
 
 _SAVED = "forward_gradient"
@@ -52,10 +52,10 @@ class ForwardGradient(torch.optim.Optimizer):
         density: share of each matrix's or kernel's weights that is trained: the largest ones, chosen in the first step.
             One boolean per weight. 1.0: all.
         fixed_point: hold weights, directions and updates in integers; float parameters then hold the values of a
-            grid, and the model brings the integer activations. Error feedback keeps one byte per weight; of float16
-            and bfloat16 parameters a copy in integers is kept for the length of a step.
-        first_order: an optimizer over other parameters, such as Adam on a head: each step makes one more call, with
-            gradients, and steps it. Its state is saved with this one's. Schedulers for it are the user's.
+            grid, and the model brings the integer activations. Error feedback keeps one byte per weight. float16 and
+            bfloat16 parameters hold grids of 8 bits, not of 16.
+        first_order: an optimizer over other parameters, such as Adam on a head's: each step makes one more call, with
+            gradients, before anything is updated, and steps it. Its state is saved with this one's. Schedulers for it are the user's.
         ddp: with several processes: "average": all take the same probes, and the mean loss over their samples counts;
             "directions": each takes probes of its own, and all apply everybody's; float weights are then copied for the
             length of a step. Only losses are exchanged. The processes must start from the same weights, as DDP sees to.
@@ -92,18 +92,20 @@ class ForwardGradient(torch.optim.Optimizer):
         ddp: str = "average",
         seed: int = 0,
     ) -> None:
-        check_numbers(lr=lr, eps=eps, m=m, momentum=momentum, sam_rho=sam_rho, density=density, seed=seed, ddp=ddp)
+        options.check_numbers(
+            lr=lr, eps=eps, m=m, momentum=momentum, sam_rho=sam_rho, density=density, seed=seed, ddp=ddp
+        )
         check_estimator(estimator)
         check_distribution(distribution)
         self.m, self.estimator, self.distribution, self.momentum = m, estimator, distribution, float(momentum)
-        self.guide = guide_options(guide, distribution)
+        self.guide = options.guide_options(guide, distribution)
         self.kernel_norm, self.sam_rho, self.density = bool(kernel_norm), float(sam_rho), float(density)
         self.fixed_point, self.first_order, self.ddp, self.seed = fixed_point, first_order, ddp, int(seed)
         self.steps = self.skipped = self.calls = self.calls_in_step = 0
         self.last_loss: Tensor | None = None
         self.probing = self._agreed = self._warned = False
         if fixed_point is not None:
-            require_integer_options(fixed_point, estimator=estimator, momentum=self.momentum, guide=self.guide)
+            options.require_integer_options(fixed_point, estimator=estimator, momentum=self.momentum, guide=self.guide)
         super().__init__(params, {"lr": lr, "eps": eps})
         if first_order is not None:
             require_disjoint(first_order, self._parameters())
@@ -112,24 +114,13 @@ class ForwardGradient(torch.optim.Optimizer):
         """Add parameters; see :class:`torch.optim.Optimizer`.
 
         Raises:
-            InputError: integer parameters without ``fixed_point``, or complex ones.
+            InputError: an option that is wrong or that groups do not have; integer parameters without ``fixed_point``,
+                complex ones, or ones too narrow for its grid.
         """
+        options.check_group(param_group)
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if isinstance(parameter, IntegerParameter):
-                if self.fixed_point is None:
-                    raise InputError(
-                        "Integer parameters are trained in integers.",
-                        expected="fixed_point=FixedPoint(...)",
-                        got="fixed_point=None",
-                        remedy="pass fixed_point=FixedPoint(weight_bits=8, rounding='error_feedback')",
-                    )
-            elif not parameter.is_floating_point():
-                raise InputError(
-                    "A parameter is of a dtype that cannot be trained.",
-                    expected="a floating dtype, or a parameter of GraphWeights",
-                    got=str(parameter.dtype),
-                )
+            require_trainable(parameter, self.fixed_point)
 
     def step(self, closure: evaluation.Closure | None = None) -> Tensor:  # type: ignore[override]
         """Take one step.
@@ -143,7 +134,8 @@ class ForwardGradient(torch.optim.Optimizer):
 
         Raises:
             InputError: no closure, one that gives no number, or BatchNorm in train mode in it. Weights are then what
-                they were before the step.
+                they were before the step, except that with ``fixed_point`` float weights are rounded to their grid in
+                the first step, even one that fails: keeping the originals would take a copy.
         """
         if not callable(closure):
             raise InputError(
@@ -169,12 +161,14 @@ class ForwardGradient(torch.optim.Optimizer):
             losses = self._probe(weights, seeded)
             self._drop_gradients()
             finite = bool(torch.isfinite(losses).all())
+            if finite and self.first_order is not None:  # before anything is updated: it may fail
+                finite = differentiate(self.first_order, self._parameters(), seeded)
             if finite:
                 differences = (losses[:, 0] - losses[:, 1]).tolist()
                 for part in weights:
                     part.update(differences, self.estimator)
-            if self.first_order is not None and finite:
-                step_first_order(self.first_order, self._parameters(), seeded)
+                if self.first_order is not None:
+                    self.first_order.step()
         for place in places:
             if not place.state:
                 self.state.pop(place.parameter, None)
@@ -187,6 +181,7 @@ class ForwardGradient(torch.optim.Optimizer):
         """Hyper-parameters, buffers if there are any, the counters, and the state of ``first_order``."""
         saved = super().state_dict()
         saved[_SAVED] = {"steps": self.steps, "skipped": self.skipped, "seed": self.seed}
+        saved[_SAVED]["fixed_point"] = None if self.fixed_point is None else asdict(self.fixed_point)
         if self.first_order is not None:
             saved["first_order"] = self.first_order.state_dict()
         return saved
@@ -195,7 +190,8 @@ class ForwardGradient(torch.optim.Optimizer):
         """Go on as the saved optimizer would have.
 
         Raises:
-            InputError: it is another optimizer's state, or one without or with ``first_order`` unlike this one.
+            InputError: it is another optimizer's state, or one without or with ``first_order`` unlike this one, or of
+                another integer grid.
         """
         counters = state_dict.get(_SAVED)
         if counters is None or ("first_order" in state_dict) != (self.first_order is not None):
@@ -205,6 +201,7 @@ class ForwardGradient(torch.optim.Optimizer):
                 got=sorted(state_dict),
                 remedy="build the optimizer with the options that it was saved with",
             )
+        options.require_same_grid(counters["fixed_point"], self.fixed_point)
         super().load_state_dict(state_dict)
         self._narrow_buffers(state_dict)
         self.steps, self.skipped, self.seed = (int(counters[name]) for name in ("steps", "skipped", "seed"))
@@ -213,8 +210,12 @@ class ForwardGradient(torch.optim.Optimizer):
             self.first_order.load_state_dict(state_dict["first_order"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything: torch's own would leave the options behind."""
-        return self.__dict__.copy()
+        """Everything that is the optimizer's: torch's own would leave the options behind.
+
+        Hooks, and the ``step`` that a scheduler puts on the instance, are bound to the original; as for torch's own
+        optimizers, copies have none.
+        """
+        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -81,13 +81,17 @@ class ProbedWeights(ABC):
             device=place.parameter.device,
         )
 
+    def values(self, place: Place) -> Tensor:
+        """What the weights stand for, in float64."""
+        return place.parameter.detach().double()
+
     def mask(self, place: Place) -> Tensor | None:
         """Which weights are trained; None for all. Chosen in the first step: the largest of each matrix or kernel."""
         if self.recipe.density == 1.0 or place.parameter.ndim < 2:
             return None
         if "mask" not in place.state:
-            size = place.parameter.detach().abs().double()
-            kept = max(1, round(self.recipe.density * size.numel()))
+            size = self.values(place).abs()
+            kept = min(size.numel(), max(1, round(self.recipe.density * size.numel())))
             mask = torch.zeros(size.numel(), dtype=torch.bool, device=size.device)
             mask[size.flatten().topk(kept).indices] = True
             place.state["mask"] = mask.view(size.shape)
