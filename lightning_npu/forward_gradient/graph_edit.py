@@ -12,7 +12,6 @@ import torch
 from onnx import numpy_helper
 
 from lightning_npu.compile.qdq import DEQUANTIZE, PRODUCTS, QUANTIZE
-from lightning_npu.errors import InputError
 from lightning_npu.forward_gradient.integer import Grid
 
 _SUFFIX, _EXPORTED = "_quantized", "module."
@@ -122,26 +121,25 @@ def with_values(
     return edited
 
 
+def without_float(layer: Layer, reference: onnx.ModelProto) -> str | None:
+    """Why new integers of ``layer`` could not be written to the FP32 graph; None if they can be."""
+    name = layer.constant.removesuffix(_SUFFIX)
+    constant = _constant(reference, name)
+    if constant is None:
+        return f"the FP32 reference has no initializer {name}"
+    if tuple(constant.dims) != layer.values.shape:
+        return f"it is {list(layer.values.shape)} in the INT8 graph and {list(constant.dims)} in the FP32 reference"
+    return None
+
+
 def with_floats(
     reference: onnx.ModelProto, layers: Sequence[Layer], values: Mapping[str, np.ndarray[Any, Any]]
 ) -> onnx.ModelProto:
-    """A copy of the FP32 graph with what the layers' new integers stand for.
-
-    Raises:
-        InputError: the FP32 graph holds a layer in another form.
-    """
+    """A copy of the FP32 graph with what the layers' new integers stand for; see :func:`without_float`."""
     edited = _copied(reference)
     for layer in layers:
         name = layer.constant.removesuffix(_SUFFIX)
-        constant = _constant(edited, name)
-        if constant is None or tuple(constant.dims) != layer.values.shape:
-            raise InputError(
-                f"The artifact's FP32 reference holds '{layer.name}' in another form.",
-                expected=f"an initializer {name} of shape {list(layer.values.shape)}",
-                got=None if constant is None else list(constant.dims),
-                remedy="train another layer, or compile the module again with this version",
-            )
-        constant.CopyFrom(numpy_helper.from_array(values[layer.name].astype(np.float32), name))
+        _constant(edited, name).CopyFrom(numpy_helper.from_array(values[layer.name].astype(np.float32), name))
     return edited
 
 

@@ -16,6 +16,7 @@ from lightning_npu.compile.fidelity import measure
 from lightning_npu.compile.qdq import QuantizedGraph
 from lightning_npu.forward_gradient import graph_edit
 from lightning_npu.forward_gradient.graph_edit import Layer
+from lightning_npu.forward_gradient.graph_layers import graph_of
 from lightning_npu.hashing import tensor_sha256
 from lightning_npu.remeasure import load_probe
 from lightning_npu.runtimes.cpu import instruction_set
@@ -50,7 +51,7 @@ def save(
         overwrite: replace an artifact that is at ``output``.
     """
     artifact.verify()
-    model = onnx.load(artifact.file("model"), load_external_data=False)
+    model = graph_of(artifact)
     reference = onnx.load(artifact.file("reference"), load_external_data=False)
     if wide_outputs:
         model = graph_edit.leave_outputs_wide(model, layers)

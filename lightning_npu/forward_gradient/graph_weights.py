@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_npu.artifact import Artifact
-from lightning_npu.errors import ArtifactError, InputError
+from lightning_npu.errors import InputError
+from lightning_npu.forward_gradient import graph_state
 from lightning_npu.forward_gradient.integer_weights import IntegerParameter
 from lightning_npu.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
-    from lightning_npu.forward_gradient.graph_edit import Layer
     from lightning_npu.runtimes.onnx import OnnxRuntime
 
 
@@ -64,21 +64,17 @@ class GraphWeights(nn.Module):
         threads: int | None = None,
     ) -> None:
         super().__init__()
-        self.artifact = _loaded(artifact)
+        from lightning_npu.forward_gradient import graph_layers  # reads ONNX, which is imported on use
+
+        self.artifact = graph_layers.loaded(artifact)
         if weight_bits not in (8, 16):
             raise InputError("weight_bits is wrong.", expected="8 or 16", got=repr(weight_bits))
         if not isinstance(headroom, int) or isinstance(headroom, bool) or not 0 <= headroom <= 4:
             raise InputError("headroom is wrong.", expected="an integer from 0 to 4", got=repr(headroom))
         self.weight_bits, self.headroom, self.wide_outputs, self.threads = weight_bits, headroom, wide_outputs, threads
-        self._layers = _chosen(self.artifact, [layers] if isinstance(layers, str) else list(layers))
-        wide = [layer.name for layer in self._layers if layer.wide]
-        if wide and weight_bits == 8:
-            raise InputError(
-                "The artifact holds weights in 16 bits, as one that was trained so and saved.",
-                expected="weight_bits=16 for them",
-                got=f"weight_bits=8 for {wide}",
-                remedy="pass weight_bits=16, or begin with the artifact that they were trained from",
-            )
+        self._layers = graph_layers.chosen(
+            self.artifact, [layers] if isinstance(layers, str) else list(layers), weight_bits
+        )
         for layer in self._layers:
             grid = layer.trained_grid(weight_bits, headroom)
             finer = round(float((layer.grid.scale / grid.scale).flatten()[0]))
@@ -92,9 +88,13 @@ class GraphWeights(nn.Module):
         """The weights and biases that can be trained, by torch's name, with their shapes in the graph.
 
         A name that the exporter did not keep is told from the layer's bias, or is the graph's own. Shapes may be
-        transposed.
+        transposed. A layer that the graph holds in another form than the FP32 reference, as it does a first convolution
+        that was rearranged for blocks of pixels, is not among them: it could not be saved.
         """
-        return {name: tuple(layer.values.shape) for name, layer in _layers(_loaded(artifact)).items()}
+        from lightning_npu.forward_gradient import graph_layers
+
+        found = graph_layers.trainable(graph_layers.loaded(artifact))
+        return {name: tuple(layer.values.shape) for name, layer in found.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the artifact with the weights as they are now.
@@ -107,11 +107,19 @@ class GraphWeights(nn.Module):
             What that module returned, on the device of the first input.
 
         Raises:
-            InputError: other arguments, shapes or dtypes than compiled for.
+            InputError: other arguments, shapes or dtypes than compiled for, or an input that requires grad.
         """
         tensors = self.artifact.signature.flatten(args, kwargs)
         for spec, tensor in zip(self.artifact.inputs, tensors, strict=True):
             spec.check(tensor)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    f"Input '{spec.name}' requires grad, but GraphWeights has no backward pass: what lies before it "
+                    "would silently not be trained.",
+                    expected="inputs that do not require grad",
+                    remedy="detach() the input, or train what lies before by ForwardGradient too; after saving, "
+                    "NPUFrozenModule(gradient='forward') lets gradients through",
+                )
             if spec.static_batch not in (None, spec.samples(tensor)):
                 raise InputError(
                     f"Input '{spec.name}' has another number of samples than the artifact fixes.",
@@ -158,6 +166,19 @@ class GraphWeights(nn.Module):
         """Copies and other processes open a session of their own."""
         return {**self.__dict__, "_runtime": None}
 
+    def get_extra_state(self) -> dict[str, str]:
+        """Hashes of the grids: integers mean nothing without."""
+        return graph_state.fingerprints(self._by_name())
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        """Nothing is to be set; see :meth:`_load_from_state_dict`, which compares."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse integers that stand for something else here; keep parameters integer ones with ``assign=True`` too."""
+        grids = state_dict.get(prefix + "_extra_state", {})
+        graph_state.take(state_dict, prefix, self._by_name(), grids)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphWeights:
         copied = GraphWeights(
             self.artifact, [layer.name for layer in self._layers], weight_bits=self.weight_bits,
@@ -166,6 +187,9 @@ class GraphWeights(nn.Module):
         memo[id(self)] = copied
         copied.load_state_dict(self.state_dict())
         return copied.train(self.training)
+
+    def _by_name(self) -> dict[str, IntegerParameter]:
+        return {layer.name: p for layer, p in zip(self._layers, self._integers(), strict=True)}
 
     def _integers(self) -> list[IntegerParameter]:
         found = [self.get_parameter(layer.name) for layer in self._layers]
@@ -183,13 +207,11 @@ class GraphWeights(nn.Module):
 
     def _opened(self) -> OnnxRuntime:
         if self._runtime is None:
-            import onnx
-
-            from lightning_npu.forward_gradient import graph_edit
+            from lightning_npu.forward_gradient import graph_edit, graph_layers
             from lightning_npu.runtimes.onnx import OnnxRuntime
 
             self.artifact.verify()
-            model = onnx.load(self.artifact.file("model"), load_external_data=False)
+            model = graph_layers.graph_of(self.artifact)
             if self.wide_outputs:
                 model = graph_edit.leave_outputs_wide(model, self._layers)
             model = graph_edit.with_inputs(model, self._layers, bits=self.weight_bits, headroom=self.headroom)
@@ -206,41 +228,6 @@ class GraphWeights(nn.Module):
                     path, [*self.artifact.inputs, *specs], self.artifact.outputs, threads=self.threads
                 )
         return self._runtime
-
-
-def _loaded(artifact: Artifact | str | Path) -> Artifact:
-    loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
-    if loaded.target != "onnx":
-        raise ArtifactError(
-            f"Weights inside an artifact for target '{loaded.target}' cannot be changed: they are compiled in.",
-            expected="an artifact for target 'onnx'",
-            got=loaded.target,
-            remedy="train what stands before it with NPUFrozenModule(gradient='forward'), or what follows it with "
-            "ordinary gradients; or adapt the module with target='onnx' and compile it again",
-        )
-    return loaded
-
-
-def _layers(artifact: Artifact) -> dict[str, Layer]:
-    import onnx
-
-    from lightning_npu.forward_gradient.graph_edit import layers_of
-
-    model = onnx.load(artifact.file("model"), load_external_data=False)
-    return layers_of(model, narrow=bool(artifact.manifest["recipe"].get("reduce_range", False)))
-
-
-def _chosen(artifact: Artifact, names: list[str]) -> list[Layer]:
-    known = _layers(artifact)
-    unknown = [name for name in names if name not in known]
-    if unknown or not names or len(set(names)) != len(names):
-        raise InputError(
-            "There are no such integer weights in the artifact." if unknown else "The choice of layers is wrong.",
-            expected=f"some of {sorted(known)}, each once",
-            got=unknown or names,
-            remedy="choose among GraphWeights.trainable(artifact)",
-        )
-    return [known[name] for name in names]
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:

@@ -55,7 +55,8 @@ class ForwardGradient(torch.optim.Optimizer):
             grid, and the model brings the integer activations. Error feedback keeps one byte per weight. float16 and
             bfloat16 parameters hold grids of 8 bits, not of 16.
         first_order: an optimizer over other parameters, such as Adam on a head's: each step makes one more call, with
-            gradients, before anything is updated, and steps it. Its state is saved with this one's. Schedulers for it are the user's.
+            gradients, before anything is updated, and steps it. Its state is saved with this one's. Schedulers for it
+            are the user's.
         ddp: with several processes: "average": all take the same probes, and the mean loss over their samples counts;
             "directions": each takes probes of its own, and all apply everybody's; float weights are then copied for the
             length of a step. Only losses are exchanged. The processes must start from the same weights, as DDP sees to.
