@@ -130,9 +130,34 @@ class Silent(WithAdam):
         pass
 
 
+class SilentMixed(Mixed):
+    """Hooks that do not call those of the mixin."""
+
+    setup, on_fit_start = Silent.setup, Silent.on_fit_start
+
+
+class Frozen(Mixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def test_ddp_without_a_parameter_that_requires_grad_is_refused_before_torch_does(tmp_path: Path) -> None:
+    for module in (Frozen(), Mixed()):
+        module.trainer = trainer(tmp_path, strategy="ddp", devices=2)  # type: ignore[assignment]
+        if isinstance(module, Frozen):
+            with pytest.raises(InputError, match=r"forward gradients need none(.|\n)*4 parameters(.|\n)*self.unused ="):
+                module.setup("fit")
+        else:
+            module.setup("fit")
+    trainer(tmp_path, max_epochs=1).fit(Frozen(), loader())
+
+
 @pytest.mark.parametrize(
     ("module", "options", "words"),
     [
+        (SilentMixed, {"gradient_clip_val": 1.0}, "cannot clip"),
+        (SilentMixed, {"accumulate_grad_batches": 2}, "not accumulated"),
         (Mixed, {"gradient_clip_val": 1.0}, r"cannot clip(.|\n)*bound every step"),
         (Mixed, {"accumulate_grad_batches": 2}, r"not accumulated(.|\n)*larger batches"),
         (WithBatchNorm, {}, r"BatchNorm1d in train mode(.|\n)*m.eval\(\)"),

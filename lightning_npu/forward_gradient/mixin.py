@@ -27,7 +27,8 @@ class ForwardGradientMixin:
     there is a ``first_order`` optimizer, else by the first probe, whose weights are ``eps`` away from the trained ones;
     the mean loss over all probes is logged as ``train_loss_ff``. Metrics that it updates are updated in every call.
 
-    With ``first_order`` and several processes, the parameters that ForwardGradient trains must not require grad when
+    DDP wants at least one parameter of the module to require grad; all the same, forward gradients need none. With
+    ``first_order`` and several processes, the parameters that ForwardGradient trains must not require grad when
     DDP wraps the model: call ``requires_grad_(False)`` on them in ``__init__``.
 
     When training starts, what cannot be right is refused with an ``InputError``: more than one optimizer or another
@@ -47,6 +48,8 @@ class ForwardGradientMixin:
         """Refuse Trainer options that cannot be right, before any data is read."""
         if stage == "fit":
             _check_trainer(self)
+            _check_ddp(self)
+            _name_watchers(self)
         super().setup(stage)  # type: ignore[misc]
 
     def on_fit_start(self) -> None:
@@ -58,9 +61,8 @@ class ForwardGradientMixin:
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Take the step, and log the mean loss of its probes once."""
-        if _trained_by(self) is None or self.trainer.accumulate_grad_batches != 1:  # type: ignore[attr-defined]
-            _check_trainer(self)
-            _check_optimizer(self)
+        _check_trainer(self)  # again: a setup() or on_fit_start() that does not call super() goes around the first time
+        _check_optimizer(self)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)  # type: ignore[misc]
         chosen = _trained_by(self)
         if chosen is not None and chosen.last_loss is not None:
@@ -145,8 +147,26 @@ def _check_trainer(module: Any) -> None:
             got=type(trainer.strategy).__name__,
             remedy="choose Trainer(strategy='ddp')",
         )
+
+
+def _check_ddp(module: Any) -> None:
+    several = isinstance(module.trainer.strategy, pl.strategies.DDPStrategy)
+    if several and not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InputError(
+            "DDP takes no module without a parameter that requires grad, although forward gradients need none.",
+            expected="at least one parameter that requires grad",
+            got=f"{sum(1 for _ in module.parameters())} parameters, none of which does",
+            remedy="leave requires_grad=True on the float parameters that ForwardGradient trains (not with first_order); "
+            "where all are integers, as with GraphWeights, add one that nobody uses in __init__, self.unused = "
+            "torch.nn.Parameter(torch.zeros(())), and give ForwardGradient the others only",
+        )
+
+
+def _name_watchers(module: Any) -> None:
     hook = "on_before_optimizer_step"
-    watching = [type(c).__name__ for c in trainer.callbacks if getattr(type(c), hook) is not getattr(pl.Callback, hook)]
+    watching = [
+        type(c).__name__ for c in module.trainer.callbacks if getattr(type(c), hook) is not getattr(pl.Callback, hook)
+    ]
     if watching:
         warnings.warn(
             f"{hook} of {watching} runs in every call of training_step, several times per batch, without gradients.",

@@ -21,8 +21,20 @@ _RANGES = {
 }
 _OF_GROUPS = ("lr", "eps")
 _OF_ALL = frozenset(
-    ("m", "estimator", "distribution", "momentum", "guide", "kernel_norm", "sam_rho", "density", "fixed_point")
-    + ("first_order", "ddp", "seed")
+    {
+        "m",
+        "estimator",
+        "distribution",
+        "momentum",
+        "guide",
+        "kernel_norm",
+        "sam_rho",
+        "density",
+        "fixed_point",
+        "first_order",
+        "ddp",
+        "seed",
+    }
 )
 _OF_THE_GRID = ("weight_bits", "headroom", "residual_bits")
 
