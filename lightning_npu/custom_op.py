@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_npu.forward_gradient.vjp import refuse_second_derivatives
+
 if TYPE_CHECKING:
     from lightning_npu.module import NPUFrozenModule
 
@@ -61,10 +63,14 @@ def _vjp_shapes(tensors: list[Tensor], gradients: list[Tensor], handle: int, wan
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, ctx.handle, _, _ = inputs
     ctx.wanted = [tensor.requires_grad for tensor in tensors]
+    module = _modules[ctx.handle]
+    if module._gradient is not None:
+        module._gradient.check(module, tensors)
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    refuse_second_derivatives()
     estimates = iter(vjp(list(ctx.saved_tensors), list(gradients), ctx.handle, ctx.wanted))
     return [next(estimates) if want else None for want in ctx.wanted], None, None, None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from lightning_npu.errors import DeviceError, InputError
@@ -59,6 +60,8 @@ class DeviceModule(FrozenModule):
             spec.check(tensor)
             if self._gradient is None and _wants_gradient(tensor):
                 _refuse_gradient(spec.name)
+            if not torch.compiler.is_compiling() and forward_ad.unpack_dual(tensor).tangent is not None:
+                _refuse_tangent(spec.name)
         return tensors
 
     def encode(self, tensors: Sequence[Tensor], dtype: torch.dtype, *, ahead: bool = True) -> list[Tensor]:
@@ -243,4 +246,13 @@ def _refuse_gradient(name: str) -> NoReturn:
         remedy="freeze what comes before, or detach() the input if no gradient is wanted there; to train what comes "
         "before, make the module with gradient='forward', which estimates the gradient from further forward calls "
         "(docs/forward_gradient.md)",
+    )
+
+
+def _refuse_tangent(name: str) -> NoReturn:
+    raise InputError(
+        f"Input '{name}' carries a tangent, but an NPUFrozenModule has no forward-mode derivative: the result would "
+        "silently depend on nothing.",
+        expected="inputs without tangents (torch.func.jvp, torch.autograd.forward_ad)",
+        remedy="call the module outside of forward-mode differentiation; with gradient='forward' it has a backward pass",
     )

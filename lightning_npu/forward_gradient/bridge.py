@@ -17,15 +17,16 @@ class Bridge:
     """How a frozen module becomes differentiable: ``NPUFrozenModule(..., gradient=Bridge(m=4))``.
 
     A call of the module is one call of the device, as ever. In the backward pass, each sample's product of its output
-    gradient v with the Jacobian J of the device is estimated from 2m further calls::
+    gradient v with the Jacobian J of the device is estimated from 2m further calls for each input that requires grad::
 
         J^T v  ~  1/m  sum over m directions u of  <v, f(x + eps u) - f(x - eps u)> / (2 eps)  u
 
     Its expectation is the gradient (of f smoothed over eps); its cosine to it is about sqrt(m / d) for d values per
-    sample. What is trained before the module averages over samples and steps.
+    sample. What is trained before the module averages over samples and steps. Inputs are moved one after the other:
+    together, the slope that one of them causes would be noise in the estimate for the others.
 
     Args:
-        m: directions per backward pass; 2m calls.
+        m: directions per backward pass and input.
         eps: how far each input is moved, in its own units: "auto" (4 steps of the INT8 grid of the input, see
             ``module.stats["gradient"]["eps"]`` for the value and where it is from), a number, or either by input name.
         distribution: "rademacher" or "gaussian".

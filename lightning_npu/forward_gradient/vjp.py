@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,10 +44,15 @@ class VectorJacobian:
             InputError: options that name other inputs, or a structure that does not fit one.
             DeviceError: the device failed.
         """
-        self._check(module, tensors)
+        self.check(module, tensors)
         return list(_Differentiable.apply(self, module, dtype, *tensors))  # type: ignore[no-untyped-call]
 
-    def _check(self, module: DeviceModule, tensors: Sequence[Tensor]) -> None:
+    def check(self, module: DeviceModule, tensors: Sequence[Tensor]) -> None:
+        """Compare the options with the module's inputs.
+
+        Raises:
+            InputError: options that name other inputs, or a structure that does not fit one that requires grad.
+        """
         names = [spec.name for spec in module._inputs]
         for option in (self.options.eps, self.options.structure):
             unknown = sorted(set(option) - set(names)) if isinstance(option, Mapping) else []
@@ -85,11 +90,13 @@ class VectorJacobian:
             for gradient, spec in zip(gradients, module._outputs, strict=True)
         ]
         moved = [index for index, want in enumerate(wanted) if want]
-        question = Question(host, module._inputs, given, module._outputs, moved)
-        if question.batch == 0 or not any(gradient is not None for gradient in given):
+        # one input after the other: moved together, the one that matters more drowns the others
+        questions = [Question(host, module._inputs, given, module._outputs, [index]) for index in moved]
+        empty = any(question.batch == 0 for question in questions)
+        if empty or not any(gradient is not None for gradient in given):
             return [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
         sizes = {index: self._step_size(module, index, host[index]).value for index in moved}
-        sums = self._sums(module, question, step, sizes)
+        sums = self._sums(module, questions, step, sizes)
         results: list[Tensor | None] = []
         for index, tensor in enumerate(tensors):
             if index not in sums:
@@ -103,16 +110,17 @@ class VectorJacobian:
         return results
 
     def _sums(
-        self, module: DeviceModule, question: Question, step: int, sizes: Mapping[int, float]
+        self, module: DeviceModule, questions: Sequence[Question], step: int, sizes: Mapping[int, float]
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Per input, the sums over the first and the second half of the probes, times the step size."""
         half = self.options.m // 2
         sums = {
             index: (torch.zeros_like(question.inputs[index]), torch.zeros_like(question.inputs[index]))
+            for question in questions
             for index in question.moved
         }
 
-        def take(group: Group, answers: Sequence[Sequence[Tensor]]) -> None:
+        def take(question: Question, group: Group, answers: Sequence[Sequence[Tensor]]) -> None:
             seen = probes.slopes(question, group, answers)
             for place, probe in enumerate(group.probes):
                 for index in question.moved:
@@ -120,16 +128,16 @@ class VectorJacobian:
 
         try:
             if module.failure is None:
-                self._ask_device(module, question, step, sizes, take)
+                self._ask_device(module, questions, step, sizes, take)
             else:
-                self._ask_reference(module, question, step, sizes, take)
+                self._ask_reference(module, questions, step, sizes, take)
         except DeviceError as error:
             if module.failure is not None or not module._fails_over(error):
                 raise
             for pair in sums.values():  # a difference between device and reference would tell their distance
                 for each in pair:
                     each.zero_()
-            self._ask_reference(module, question, step, sizes, take)
+            self._ask_reference(module, questions, step, sizes, take)
         if half:
             self.agreement.add([(a / sizes[index], b / sizes[index]) for index, (a, b) in sums.items()])
         return sums
@@ -137,45 +145,55 @@ class VectorJacobian:
     def _ask_device(
         self,
         module: DeviceModule,
-        question: Question,
+        questions: Sequence[Question],
         step: int,
         sizes: Mapping[int, float],
-        take: Callable[[Group, Sequence[Sequence[Tensor]]], None],
+        take: Callable[[Question, Group, Sequence[Sequence[Tensor]]], None],
     ) -> None:
         """Keep the device's slots busy, with no more of the probes in memory than that takes."""
-        waiting: deque[tuple[Group, list[Any]]] = deque()
+        waiting: deque[tuple[Question, Group, list[Any]]] = deque()
 
         def settle() -> None:
-            group, pending = waiting.popleft()
-            take(group, [module._wait(each) for each in pending])
+            question, group, pending = waiting.popleft()
+            take(question, group, [module._wait(each) for each in pending])
 
         try:
-            for group in self._groups(question, step, sizes):
+            for question, group in self._groups(questions, step, sizes):
                 name = f"backward pass {step}, probe{'s' * (len(group.probes) > 1)} {_span(group.probes)}"
-                waiting.append((group, [module._submit(call, name) for call in group.calls]))
+                waiting.append((question, group, [module._submit(call, name) for call in group.calls]))
                 self._count(group, question)
                 while len(waiting) > module.slots:
                     settle()
             while waiting:
                 settle()
         finally:
-            for _, pending in waiting:
+            for _, _, pending in waiting:
                 for each in pending:
                     each.cancel()
 
     def _ask_reference(
         self,
         module: DeviceModule,
-        question: Question,
+        questions: Sequence[Question],
         step: int,
         sizes: Mapping[int, float],
-        take: Callable[[Group, Sequence[Sequence[Tensor]]], None],
+        take: Callable[[Question, Group, Sequence[Sequence[Tensor]]], None],
     ) -> None:
-        for group in self._groups(question, step, sizes):
+        place = torch.device("cpu")
+        for question, group in self._groups(questions, step, sizes):
             self._count(group, question)
-            take(group, [module._reference_outputs(call, torch.device("cpu"), torch.float32) for call in group.calls])
+            take(question, group, [module._reference_outputs(call, place, torch.float32) for call in group.calls])
 
-    def _groups(self, question: Question, step: int, sizes: Mapping[int, float]) -> Any:
+    def _groups(
+        self, questions: Sequence[Question], step: int, sizes: Mapping[int, float]
+    ) -> Iterator[tuple[Question, Group]]:
+        options = self.options
+        for question in questions:
+            draw = self._directions(question, step)
+            for group in probes.groups(question, options.m, options.max_batch, draw, sizes):
+                yield question, group
+
+    def _directions(self, question: Question, step: int) -> Callable[[int, int], Tensor]:
         options, seed = self.options, self.options.seed + _rank()
 
         def draw(probe: int, index: int) -> Tensor:
@@ -189,7 +207,7 @@ class VectorJacobian:
             structure = options.structure_of(question.input_specs[index].name)
             return numbers(tensor.shape) if structure is None else structure.direction(tensor.float(), numbers)
 
-        return probes.groups(question, options.m, options.max_batch, draw, sizes)
+        return draw
 
     def _count(self, group: Group, question: Question) -> None:
         self.calls += len(group.calls)
@@ -254,14 +272,23 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise InputError(
-                "A gradient through an NPUFrozenModule has no gradient itself: second derivatives cannot be had.",
-                expected="backward() or autograd.grad() without create_graph=True",
-                remedy="take the penalty or the inner step behind the module, on features that are detached",
-            )
+        refuse_second_derivatives()
         estimates = ctx.vjp.estimate(ctx.module, ctx.saved_tensors, gradients, ctx.needs_input_grad[3:])
         return (None, None, None, *estimates)
+
+
+def refuse_second_derivatives() -> None:
+    """To be called in a backward pass: autograd records it where somebody wants to differentiate once more.
+
+    Raises:
+        InputError: it does.
+    """
+    if torch.is_grad_enabled():
+        raise InputError(
+            "A gradient through an NPUFrozenModule has no gradient itself: second derivatives cannot be had.",
+            expected="backward() or autograd.grad() without create_graph=True",
+            remedy="take the penalty or the inner step behind the module, on features that are detached",
+        )
 
 
 def _rank() -> int:
