@@ -60,7 +60,7 @@ class DeviceModule(FrozenModule):
             spec.check(tensor)
             if self._gradient is None and _wants_gradient(tensor):
                 _refuse_gradient(spec.name)
-            if not torch.compiler.is_compiling() and forward_ad.unpack_dual(tensor).tangent is not None:
+            if not torch.compiler.is_compiling() and _has_tangent(tensor):
                 _refuse_tangent(spec.name)
         return tensors
 
@@ -249,10 +249,14 @@ def _refuse_gradient(name: str) -> NoReturn:
     )
 
 
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def _refuse_tangent(name: str) -> NoReturn:
     raise InputError(
         f"Input '{name}' carries a tangent, but an NPUFrozenModule has no forward-mode derivative: the result would "
         "silently depend on nothing.",
         expected="inputs without tangents (torch.func.jvp, torch.autograd.forward_ad)",
-        remedy="call the module outside of forward-mode differentiation; with gradient='forward' it has a backward pass",
+        remedy="call it outside of forward-mode differentiation; with gradient='forward' it has a backward pass",
     )

@@ -44,11 +44,9 @@ def with_useful_scales(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _useful(integers: np.ndarray[Any, Any], scale: np.ndarray[Any, Any], axis: int) -> np.ndarray[Any, Any] | None:
     """The scales with those of zeros replaced; None where there are none."""
-    if scale.size == 1:
-        dead = np.array(not integers.any())
-    else:
-        dead = ~np.moveaxis(integers, axis, 0).reshape(scale.size, -1).any(axis=1)
-    dead = dead.reshape(scale.shape) & (scale == _UNKNOWN)
+    rows = integers if scale.size == 1 else np.moveaxis(integers, axis, 0)
+    zero = ~rows.reshape(scale.size, -1).any(axis=1).reshape(scale.shape)
+    dead = np.logical_and(zero, scale == _UNKNOWN)
     if not dead.any():
         return None
     step = np.median(scale[~dead]) if not dead.all() else 1.0 / np.iinfo(np.int8).max

@@ -177,7 +177,7 @@ class GraphWeights(nn.Module):
         """Refuse integers that stand for something else here; keep parameters integer ones with ``assign=True`` too."""
         grids = state_dict.get(prefix + "_extra_state", {})
         graph_state.take(state_dict, prefix, self._by_name(), grids)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphWeights:
         copied = GraphWeights(

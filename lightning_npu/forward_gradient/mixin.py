@@ -156,8 +156,9 @@ def _check_ddp(module: Any) -> None:
             "DDP takes no module without a parameter that requires grad, although forward gradients need none.",
             expected="at least one parameter that requires grad",
             got=f"{sum(1 for _ in module.parameters())} parameters, none of which does",
-            remedy="leave requires_grad=True on the float parameters that ForwardGradient trains; where all "
-            "are integers, as with GraphWeights, add one that nobody uses in __init__, self.unused = torch.nn.Parameter(torch.zeros(())), and give ForwardGradient the others only",
+            remedy="leave requires_grad=True on the float parameters that ForwardGradient trains; where all are "
+            "integers, as with GraphWeights, add one that nobody uses in __init__, self.unused = "
+            "torch.nn.Parameter(torch.zeros(())), and give ForwardGradient the others only",
         )
 
 
