@@ -270,6 +270,15 @@ def _rank(rank: int, folder: str) -> None:
         ForwardGradient([parameter], 0.02, seed=rank).step(lambda: parameter.sum())
     except InputError as error:
         facts["refused"] = str(error)
+    body, head = nn.Linear(2, 2), nn.Linear(2, 1)
+    hybrid = ForwardGradient(body.parameters(), 0.02, first_order=torch.optim.SGD(head.parameters(), 0.1))
+
+    def closure() -> torch.Tensor:  # one rank's last call goes wrong, and all must leave the step out
+        loss = head(body(torch.ones(1, 2))).double().sum()
+        return loss * float("nan") if rank and loss.requires_grad else loss
+
+    hybrid.step(closure)
+    facts["skipped"] = hybrid.skipped
     Path(folder, f"rank{rank}").write_text(json.dumps(facts))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -289,6 +298,7 @@ def test_two_ranks_of_plain_loops_hold_equal_weights_after_100_steps(tmp_path: P
         "sam": 800,
     }
     assert "seeds 0 to 1" in first["refused"]
+    assert first["skipped"] == 1
 
 
 class Waiting(Mixed):

@@ -64,7 +64,7 @@ def differentiate(first_order: torch.optim.Optimizer, others: Sequence[Tensor], 
             got="a loss without graph",
             remedy="give parameters that follow the ones ForwardGradient trains, and no torch.no_grad() in the closure",
         )
-    finite = bool(torch.isfinite(average_over_ranks(number_of(loss))))
+    finite = bool(torch.isfinite(average_over_ranks(number_of(loss).clone())))
     if not finite:
         first_order.zero_grad(set_to_none=True)
     return finite
