@@ -33,8 +33,8 @@ class ForwardGradient(torch.optim.Optimizer):
     ``NPUFrozenModule(gradient="forward")`` needs far fewer calls; see docs/forward_gradient.md.
 
     Args:
-        params: parameters or parameter groups; each group may have its own ``lr`` and ``eps``. Parameters need not
-            require grad (DDP wants one of its module to). Integer parameters (:class:`GraphWeights`) need ``fixed_point``.
+        params: parameters or parameter groups; groups may have their own ``lr`` and ``eps``. Parameters need not require
+            grad (DDP wants one of its module to). Integer parameters (:class:`GraphWeights`) need ``fixed_point``.
         lr: learning rate. With "sign" and "normalized" a step moves each weight by about ``lr / sqrt(m)``.
         eps: how far probes are from the weights. Behind INT8 activations 1e-2 is better than the usual 1e-3, which
             moves most activations by less than one of their steps.
