@@ -33,7 +33,7 @@ class ForwardGradient(torch.optim.Optimizer):
     ``NPUFrozenModule(gradient="forward")`` needs far fewer calls; see docs/forward_gradient.md.
 
     Args:
-        params: parameters or parameter groups; groups may have their own ``lr`` and ``eps``. Parameters need not require
+        params: parameters or parameter groups; groups may have their own ``lr`` and ``eps``. None need require
             grad (DDP wants one of its module to). Integer parameters (:class:`GraphWeights`) need ``fixed_point``.
         lr: learning rate. With "sign" and "normalized" a step moves each weight by about ``lr / sqrt(m)``.
         eps: how far probes are from the weights. Behind INT8 activations 1e-2 is better than the usual 1e-3, which
