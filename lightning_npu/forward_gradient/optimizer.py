@@ -202,7 +202,8 @@ class ForwardGradient(torch.optim.Optimizer):
                 got=sorted(state_dict),
                 remedy="build the optimizer with the options that it was saved with",
             )
-        options.require_same_grid(counters["fixed_point"], self.fixed_point)
+        if "fixed_point" in counters:  # states of before it was kept
+            options.require_same_grid(counters["fixed_point"], self.fixed_point)
         super().load_state_dict(state_dict)
         self._narrow_buffers(state_dict)
         self.steps, self.skipped, self.seed = (int(counters[name]) for name in ("steps", "skipped", "seed"))
