@@ -54,6 +54,21 @@ def back(module: nn.Module, x: Tensor, v: Tensor) -> Tensor:
     return gradient
 
 
+@pytest.mark.parametrize(
+    ("size", "gradient", "told"),
+    [(32, "forward", True), (32, Bridge(m=2), False), (64, Bridge(m=2), True), (64, Bridge(structure=Colour()), False)],
+)
+def test_plain_directions_on_images_are_told_to_be_noise_once(size: int, gradient: Any, told: bool) -> None:
+    module, x = wrap(nn.Flatten(), gradient), torch.rand(2, 3, size, size)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            back(module, x, torch.rand(2, 3 * size * size))
+    noise = [str(warning.message) for warning in seen if "which is noise" in str(warning.message)]
+    assert len(noise) == told
+    assert all(f"{3 * size**2} values per sample" in text and "structure=Colour()" in text for text in noise)
+
+
 class Recorded(Runtime):
     """A runtime of a fixed batch or none that keeps what it is fed: f(x, k, c) = (sin(x) + c, k), c without batch."""
 

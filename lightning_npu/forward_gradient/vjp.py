@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,8 @@ from lightning_npu.forward_gradient.step_size import StepSize
 if TYPE_CHECKING:
     from lightning_npu.device_calls import DeviceModule
 
+HOPELESS = 0.02  # cosine of an estimate to the gradient below which no training was seen to follow it
+
 
 class VectorJacobian:
     """What one module needs for its gradients: options, a counter of backward passes, step sizes, figures.
@@ -36,6 +40,7 @@ class VectorJacobian:
         self.agreement = Agreement()
         self._steps: dict[str, StepSize] = {}
         self._known: Mapping[str, StepSize] | None = None
+        self._warned: set[str] = set()
 
     def encode(self, module: DeviceModule, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Encode one batch so that autograd can go back through it; flat inputs, flat outputs.
@@ -95,6 +100,8 @@ class VectorJacobian:
         empty = any(question.batch == 0 for question in questions)
         if empty or not any(gradient is not None for gradient in given):
             return [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
+        for index, question in zip(moved, questions, strict=True):
+            self._warn_of_noise(module._inputs[index].name, host[index].numel() // max(1, question.batch or 1))
         sizes = {index: self._step_size(module, index, host[index]).value for index in moved}
         sums = self._sums(module, questions, step, sizes)
         results: list[Tensor | None] = []
@@ -108,6 +115,20 @@ class VectorJacobian:
             mean = (sums[index][0] + sums[index][1]) * (share / (self.options.m * sizes[index]))
             results.append(mean.to(tensor.device, tensor.dtype))
         return results
+
+    def _warn_of_noise(self, name: str, values: int) -> None:
+        """Say once where plain directions tell next to nothing: training would follow noise, and may do harm."""
+        cosine = math.sqrt(self.options.m / max(1, values))
+        if cosine >= HOPELESS or name in self._warned or self.options.structure_of(name) is not None:
+            return
+        self._warned.add(name)
+        warnings.warn(
+            f"The gradient of input '{name}' is estimated from {self.options.m} plain directions of {values} values "
+            f"per sample: its cosine to the true one is about {cosine:.3f}, which is noise. Take "
+            "gradient=Bridge(m=2, structure=Colour()) or another structure that acts as what is trained does; see "
+            "docs/forward_gradient.md.",
+            stacklevel=2,
+        )
 
     def _sums(
         self, module: DeviceModule, questions: Sequence[Question], step: int, sizes: Mapping[int, float]
