@@ -285,12 +285,13 @@ def test_a_method_says_what_the_step_computes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("make", "cause"), [(SaysWrong, "differs"), (Fails, "inputs_failed")])
 def test_what_it_says_is_used_only_if_it_is_equal(tmp_path: Path, make: type[Policy], cause: str) -> None:
-    with pytest.warns(UserWarning, match=r"inputs\(batch\) gave differs|inputs=\.\.\.\)\) failed"):
+    with pytest.warns(UserWarning, match=r"inputs\(batch\) gave differs|inputs=\.\.\.\)\) failed") as told:
         ahead = train(tmp_path, 2, make=make)
     assert_same(train(tmp_path, 0, make=make), ahead)
     assert ahead.prefetch is not None
     assert ahead.prefetch.statistics.hits == 0
     assert ahead.prefetch.statistics.misses[cause] >= 17
+    assert [told_of.filename for told_of in told if "on the spot" in str(told_of.message)] == [__file__]
 
 
 def test_a_function_that_always_fails_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 import warnings
 from collections import Counter
@@ -295,7 +296,10 @@ class Ahead:
         if advice is None or cause in self._warned:
             return
         self._warned.add(cause)
-        warnings.warn(f"{advice} Until then these batches are encoded on the spot: slower, never wrong.", stacklevel=5)
+        warnings.warn(
+            f"{advice} Until then these batches are encoded on the spot: slower, never wrong.",
+            stacklevel=_users_level(),
+        )
 
 
 _ADVICE = {
@@ -316,6 +320,17 @@ _ADVICE = {
         "computation, without randomness."
     ),
 }
+
+
+def _users_level() -> int:
+    """Which caller of the function that calls this one is the user's code: neither ours nor torch's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_OURS = ("lightning_npu", "torch")
 
 
 def _by_module(modules: Mapping[str, NPUFrozenModule], inputs: Inputs | None) -> dict[str, Callable[[Any], Any]]:
