@@ -248,11 +248,10 @@ def _features(encoder: Any) -> Any:
 
 def test_offload_keeps_what_the_model_computes(tmp_path: Path) -> None:
     policy, original = Policy(make_encoder()), make_encoder()
-    frozen = npu.offload(
-        policy, "encoder", calibration=loader(), cut="stem", output=tmp_path / "o.npu", precision="fp32"
-    )
+    how = {"cut": "stem", "output": tmp_path / "o.npu", "precision": "fp32"}
+    frozen = npu.offload(policy, "encoder", calibration=loader(), **how)
     assert policy.encoder is frozen
-    assert npu.offload(policy, "encoder", calibration=loader()) is frozen
+    assert npu.offload(policy, "encoder", calibration=loader(), **how) is frozen
     for a, b in zip(_features(original), _features(policy.encoder), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 

@@ -342,6 +342,7 @@ def a_document(**changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         **{"stage": "fit", "started_at": 0.0, "ended": "finished", "epochs": [], "health": {}, "idle_power_w": None},
         **{"unmetered": {}, "overlap": None, "modules": {}, "failures": [], "ranks": 1, "ranks_merged": True},
+        "earlier": Account(),
     }
     return document(account, **{**settings, **changes})
 
