@@ -366,6 +366,7 @@ def _settings(content: dict[str, Any]) -> dict[str, Any]:
     return {
         **{"started_at": None, "ended": "", "epochs": [], "health": {}, "idle_power_w": None, "unmetered": {}},
         **{"overlap": None, "modules": {}, "failures": [], "ranks": content["ranks"], "ranks_merged": False},
+        "earlier": Account(),
     }
 
 
