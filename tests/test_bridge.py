@@ -505,6 +505,7 @@ def _rank(rank: int, folder: str) -> None:
         {"noise": noise, "parameters": list(adapter.module.parameters()), "losses": losses}, f"{folder}/{rank}.pt"
     )
     frozen.close()
+    dist.barrier()  # none leaves while another still needs it
     dist.destroy_process_group()
 
 

@@ -534,6 +534,7 @@ def _rank(rank: int, folder: str, prefilled: npu.metrics.EnergyPerSample) -> Non
     steps.update(0.08)
     results["overlap"] = steps.compute().item()
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
