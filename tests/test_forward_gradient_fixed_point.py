@@ -19,7 +19,7 @@ from lightning_npu.errors import InputError
 from lightning_npu.forward_gradient import FixedPoint, ForwardGradient, integer
 from lightning_npu.forward_gradient.directions import direction, key
 from lightning_npu.forward_gradient.integer import Grid
-from lightning_npu.forward_gradient.integer_weights import IntegerParameter
+from lightning_npu.forward_gradient.integer_weights import IntegerParameter, IntegerWeights
 from lightning_npu.forward_gradient.weights import ProbedWeights
 
 
@@ -227,6 +227,35 @@ def test_a_run_is_that_of_64_bit_integers(bits: int, rounding: str, distribution
     if rounding == "error_feedback":
         assert optimizer.state[parameter]["residual"].dtype == torch.int8
         assert np.array_equal(optimizer.state[parameter]["residual"].numpy(), reference.residual)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 20])
+@pytest.mark.parametrize("sam_rho", [0.0, 0.05])
+def test_nothing_moves_before_it_is_noted(bits: int, sam_rho: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C just before a move is noted: integers that are 32 bits wide already must not have moved either."""
+    bound = 2 ** (bits - 1) - 1
+    made = Grid(torch.tensor(0.01, dtype=torch.float64), -bound, bound)
+    start = torch.arange(-20, 20).clamp(-bound, bound).to(made.dtype)
+    noted = IntegerWeights._set_out
+    for moment in itertools.count(1):
+        parameter = IntegerParameter(start.clone(), made)
+        optimizer = ForwardGradient([parameter], 0.0, eps=0.05, m=2, sam_rho=sam_rho, fixed_point=FixedPoint(16))
+        left = [moment]
+
+        def interrupted(self: IntegerWeights, *args: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            noted(self, *args)
+
+        monkeypatch.setattr(IntegerWeights, "_set_out", interrupted)
+        try:
+            optimizer.step(lambda parameter=parameter: float(parameter.double().square().sum()))  # type: ignore[misc]
+        except KeyboardInterrupt:
+            assert torch.equal(parameter, start)
+        else:
+            break
+    assert moment > 2 * 3
 
 
 # ---- float parameters that hold the values of a grid

@@ -247,7 +247,8 @@ class IntegerWeights(ProbedWeights):
 
     def _without(self, place: Place, weights: Tensor, move: _Move, z: Tensor) -> Tensor:
         """The weights as they were before ``move`` along ``z``."""
-        before = weights.to(torch.int32).sub_(self._displacement(place, move.sign, move.distance, z)).to(weights.dtype)
+        steps = self._displacement(place, move.sign, move.distance, z)
+        before = weights.to(torch.int32, copy=True).sub_(steps).to(weights.dtype)  # biases are int32 as they are
         return before if move.cut is None else before.put_(*move.cut)
 
     def _displacement(self, place: Place, sign: int, distance: float, z: Tensor) -> Tensor:
