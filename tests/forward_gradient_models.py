@@ -89,3 +89,10 @@ class Mixed(ForwardGradientMixin, Plain):
         if not self._quiet:
             self.logged.append(name)
         super().log(name, *args, **kwargs)
+
+    def teardown(self, stage: str) -> None:
+        """Lightning leaves the group to the exit of spawned processes, where gloo's threads abort now and then."""
+        super().teardown(stage)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
