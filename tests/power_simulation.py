@@ -144,7 +144,9 @@ MODELS = {
         Model("pascal", 0.02, 0.02),
         Model("pascaln", 0.02, 0.02, noise_w=0.5),
         Model("npu", 0.1, 0.0, npu=True),
+        Model("npun", 0.1, 0.0, noise_w=0.2, npu=True),
         Model("npu1s", 1.0, 0.0, npu=True),
+        Model("npu1sn", 1.0, 0.0, noise_w=0.2, npu=True),
     )
 }
 

@@ -119,10 +119,11 @@ class Assembly:
         self.peaks.add(now_s, power_w)
         self.power_w = power_w
         begin_s = self.integral.time_s
-        span = self.integral.add(now_s, power_w)
-        if span is not None and begin_s is not None:
-            self._integrated_j += span.energy_j
-            self.tail.add(begin_s, span)
+        for span in self.integral.add(now_s, power_w):
+            if begin_s is not None:
+                self._integrated_j += span.energy_j
+                self.tail.add(begin_s, span)
+                begin_s = span.time_s
         if self._by_power:
             self._follow_power()
 
@@ -256,7 +257,8 @@ class Assembly:
     def _compare(self, step_s: float, now_s: float) -> None:
         if self.integral.time_s is None:
             return
-        self.check.add(step_s, self._counted_j, self._integrated_j)
+        beyond_j = self.integral.power_w * (step_s - self.integral.time_s)
+        self.check.add(step_s, self._counted_j, self._integrated_j + beyond_j)
         if self.check.sound:
             self.log.end("ratio", now_s)
         elif self.check.ratio is not None:

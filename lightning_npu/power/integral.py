@@ -1,7 +1,14 @@
-"""Energy from power readings: the trapezoid on the times to which the readings belong."""
+"""Energy from power readings: the trapezoid on the times to which the readings belong.
+
+Where polls are fast enough to tell a gauge's updates, each update counts once, at its own moment: readings of a value
+that is held would weigh it by how many polls happened to see it. Between two updates, the first value holds for a
+quarter of the time, the last for another, and their mean between: a step at an unknown place is in the mean a ramp, and
+this follows one in steps, while a window within a plateau still sees the plateau.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -11,6 +18,10 @@ from lightning_npu.power.uncertainty import Variogram
 
 _HISTORY = 512  # readings from which the spread of the power is known
 _MIN_SPREAD = 0.05  # share of the power that an unseen change may have, where none was seen
+_TOLD = 0.75  # polls no further apart than this share of a period tell every update
+_HELD = 1.5  # so many periods without a change hold an update that changed nothing
+_RAMP = 0.5  # share of the time between two updates that has the mean of both
+_SLOW_S = 0.5  # gauges slower than that see loads that are faster: the mean has all of it
 
 
 class PowerIntegral:
@@ -29,8 +40,10 @@ class PowerIntegral:
         self.power_w = 0.0
         self._averaging_s, self._longest_gap_s = averaging_s, longest_gap_s
         self._usual_s, self._age = usual_s, age
-        self._read_s = 0.0
+        self._read_s = self._update_s = 0.0
+        self._again_s = -math.inf  # when a reading last said nothing new
         self._recent: deque[float] = deque(maxlen=_HISTORY)
+        self._mean_w = self._variance_w2 = 0.0  # of about as many readings
         self._variogram = Variogram()
         self._spaced_s = 0.0  # when the variogram last took a reading
 
@@ -61,46 +74,80 @@ class PowerIntegral:
             return 0.0
         return max(max(self._recent) - min(self._recent), _MIN_SPREAD * max(self._recent))
 
-    def add(self, time_s: float, power_w: float) -> Span | None:
-        """Take a reading; return the span from the one before, None for the first."""
-        if self.time_s is not None and power_w != self.power_w:
-            self.updates.change(self._read_s, time_s, power_w)
-        self._recent.append(power_w)
-        belongs_s = time_s - self.lag_s
+    def add(self, time_s: float, power_w: float) -> list[Span]:
+        """Take a reading; return the spans that it adds: none for one that only says again what an update has said."""
+        before_s, self._read_s = self._read_s, time_s
+        changed = power_w != self.power_w
+        if self.time_s is not None and changed:
+            self.updates.change(before_s, time_s, power_w)
+        self._take(power_w)
         if self.time_s is None:
-            self.time_s, self.power_w, self._read_s, self._spaced_s = belongs_s, power_w, time_s, belongs_s
+            self.time_s, self.power_w, self._update_s = time_s - self.lag_s, power_w, time_s
+            self._spaced_s = self.time_s
             self._variogram.add(power_w)
-            return None
-        seconds = belongs_s - self.time_s
-        self._read_s = time_s
-        if seconds <= 0:  # the lag has just become known
-            self.power_w = power_w
-            return None
-        span = self._span(belongs_s, seconds, power_w)
-        self.time_s, self.power_w = belongs_s, power_w
-        return span
+            return []
+        period = self.updates.period_s or 0.0
+        told = time_s - before_s <= _TOLD * period
+        if told and not changed:
+            if time_s - self._update_s < _HELD * period:
+                self._again_s = time_s
+                return []
+            self._update_s += period
+        else:  # some time since the last reading, and within the last period
+            self._update_s = time_s - 0.5 * min(time_s - before_s, period or math.inf)
+        # an update's value is as old, when it comes, as a reading of any time less half a period
+        belongs_s = self._update_s - self.lag_s + 0.5 * period if told else time_s - self.lag_s
+        begin_s, begin_w, self.power_w = self.time_s, self.power_w, power_w
+        if belongs_s <= begin_s:  # the lag has just become known
+            return []
+        spans = []
+        if not told and begin_s < (held_s := min(self._again_s - self.lag_s, belongs_s)):
+            # the polls that told updates end here, and the last of them still saw the old value
+            spans, begin_s = self._spans(begin_s, held_s, begin_w, begin_w), held_s
+        self.time_s = belongs_s
+        if time_s - before_s > self._longest_gap_s:
+            return [*spans, self._gap(belongs_s, belongs_s - begin_s, begin_w)]
+        return [*spans, *self._spans(begin_s, belongs_s, begin_w, power_w, ramp=told)]
 
-    def _span(self, belongs_s: float, seconds: float, power_w: float) -> Span:
-        energy = 0.5 * (self.power_w + power_w) * seconds
-        if seconds > self._longest_gap_s:
-            self._variogram.restart()
-            self._variogram.add(power_w)
-            self._spaced_s = belongs_s
-            known = list(self._recent)[:-1]
-            if known and min(known) <= min(self.power_w, power_w) and max(self.power_w, power_w) <= max(known):
-                energy = seconds * sum(known) / len(known)  # nothing new: the mean says more than where it was cut off
-            # nobody saw it: the power may have been off by all of itself, or by as much as it was seen to change
-            gap_j = max(self.spread_w, self.power_w, power_w) * seconds
-            return Span(belongs_s, energy, gap_s=seconds, gap_j=gap_j)
-        period = self.period_s
-        if belongs_s - self._spaced_s >= 0.8 * period:
-            self._variogram.add(power_w)
-            self._spaced_s = belongs_s
+    def _take(self, power_w: float) -> None:
+        self._recent.append(power_w)
+        weight = 1.0 / len(self._recent)
+        off_w = power_w - self._mean_w
+        self._mean_w += weight * off_w
+        self._variance_w2 += weight * ((1.0 - weight) * off_w**2 - self._variance_w2)
+
+    def _gap(self, belongs_s: float, seconds: float, begin_w: float) -> Span:
+        self._variogram.restart()
+        self._variogram.add(self.power_w)
+        self._spaced_s = belongs_s
+        low_w, high_w = min(begin_w, self.power_w), max(begin_w, self.power_w)
+        energy = 0.5 * (begin_w + self.power_w) * seconds
+        known = list(self._recent)[:-1]
+        if known and min(known) <= low_w and high_w <= max(known):
+            energy = seconds * sum(known) / len(known)  # nothing new: the mean says more than where it was cut off
+        # nobody saw it: the power may have been off by all of itself, or by as much as it was seen to change
+        return Span(belongs_s, energy, gap_s=seconds, gap_j=max(self.spread_w, high_w) * seconds)
+
+    def _spans(self, begin_s: float, end_s: float, begin_w: float, end_w: float, *, ramp: bool = False) -> list[Span]:
+        seconds, period = end_s - begin_s, self.period_s
+        if seconds <= 0:
+            return []
+        if end_s - self._spaced_s >= 0.8 * period:
+            self._variogram.add(end_w)
+            self._spaced_s = end_s
         # readings within one period say the same thing: their errors add up, not their squares
         reach_s = max(period, seconds)
-        anywhere_w2, step_w2 = self._variogram.unseen_w2(power_w - self.power_w)
+        anywhere_w2, step_w2 = self._variogram.unseen_w2(end_w - begin_w)
+        if period >= _SLOW_S:  # a slow change may as well be a fast one, seen now in this phase and then in that
+            anywhere_w2, step_w2 = max(anywhere_w2 + step_w2, self._variance_w2), 0.0
         unseen_j2 = (anywhere_w2 * seconds + step_w2 * reach_s) * reach_s
-        return Span(belongs_s, energy, unseen_j2, reach_s=period)
+        mean_w, flat_s = 0.5 * (begin_w + end_w), 0.5 * (1.0 - _RAMP) * seconds
+        if not ramp or begin_w == end_w or period >= _SLOW_S:
+            return [Span(end_s, mean_w * seconds, unseen_j2, reach_s=period)]
+        parts = ((begin_s + flat_s, begin_w, flat_s), (end_s - flat_s, mean_w, _RAMP * seconds), (end_s, end_w, flat_s))
+        return [
+            Span(at_s, watts * part_s, unseen_j2 * part_s / seconds, reach_s=period) for at_s, watts, part_s in parts
+        ]
 
 
 class PowerTail:

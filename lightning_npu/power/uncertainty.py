@@ -8,7 +8,9 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
   D2 = D1; hence a slow part L = D2 - D1 and a fast part N = D1 - D2 / 2, neither below 0. A step d at an unknown place
   in a period costs d^2 u^2 / 12 (10 is used: steps come in bursts), an unseen mean N u^2. Slow steps show where they
   are: of each change d that readings show, the share L / D1 counts there and then, and a tenth of their mean L counts
-  everywhere: V = sum over periods of u^2 (0.9 d^2 L / D1 / 10 + 0.1 L / 10 + N).
+  everywhere: V = sum over periods of u^2 (0.9 d^2 L / D1 / 10 + 0.1 L / 10 + N). A gauge that takes half a second or
+  more is slower than most loads, and what looks slow there may be a fast load that drifts through its phases: there V
+  is at least u^2 times the variance of the last 512 readings.
 * **Edges between counter updates**: at the fraction x of an interval of length u, V = J^2 u^2 x^2 (1 - x)^2 / 4.5 for a
   step J of power at an unknown place in it. J is what the power readings at both ends of the interval, or else the mean
   powers of its neighbours, leave open (see ``cells``): next to nothing in the middle of a plateau, half of the step
