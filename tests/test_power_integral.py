@@ -1,4 +1,4 @@
-"""Integrated power: a gauge's updates count once each, however the polls fell, and slow ones know how little they see."""
+"""Integrated power: updates of a gauge count once each, however polls fell; slow gauges know how little they see."""
 
 from __future__ import annotations
 
