@@ -276,6 +276,30 @@ def test_paired_interval_refuses_different_seeds() -> None:
         intervals.paired_difference([True, False], [True])
 
 
+def test_interval_over_trainings_is_students_and_needs_two() -> None:
+    mean, (low, high) = intervals.over_trainings([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (mean, low, high) == pytest.approx((3.0, 1.0367, 4.9633), abs=1e-4)  # 2.7764 x 1.5811 / 5 ** 0.5
+    with pytest.raises(ValueError, match="expected two or more trainings, got 1"):
+        intervals.over_trainings([1.0])
+
+
+def test_table_over_seeds_compares_trainings_of_the_same_seed() -> None:
+    def result(seed: int, offload: str, solved: int, encoder: str = "stage1") -> dict[str, object]:
+        base = {"task": "t", "seed": seed, "steps": 10, "demos": 2, "episode_seeds": [100_000, 10], "encoder": encoder}
+        return {**base, "offload": offload, "solved": [i < solved for i in range(10)], "training_cpu_s": 4.0 + seed}
+
+    fp32 = [result(seed, "none", solved) for seed, solved in enumerate((10, 8, 9))]
+    ours = [result(seed, "L4", solved) for seed, solved in enumerate((9, 8, 10))]
+    control = [result(0, "none", 3, "random")]
+    _, _, first, second = results.table_over_seeds([*fp32, *ours, *control]).splitlines()
+    assert [cell.strip() for cell in first.split("|")][4:9] == ["FP32 in torch", "3", "90.0 %", "80.0 %", ""]
+    cells = [cell.strip() for cell in second.split("|")]
+    assert cells[4:8] == ["L4 INT8", "3", "90.0 %", "80.0 %"]
+    assert cells[8] == "+0.0 [-24.8, +24.8]"  # differences of -10, 0 and 10 points
+    assert cells[9] == "5"
+    assert results.table_over_seeds([*fp32[:1], *ours[:1]]) == ""
+
+
 def test_table_pairs_a_run_with_the_fp32_run_of_the_same_settings_only() -> None:
     def result(offload: str, encoder: str = "stage1", **other: object) -> dict[str, object]:
         fidelity = {} if offload == "none" else {"k": {"sqnr_db": 30.25, "cosine": 1.0, "max_abs_error": 0.0}}

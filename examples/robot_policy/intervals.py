@@ -1,9 +1,12 @@
-"""95 % intervals for success rates: one rate, and the difference of two policies on the same environment seeds."""
+"""95 % intervals: of a success rate, of the difference of two policies on the same environment seeds, of trainings."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+
+from scipy.stats import t as student
 
 Z95 = 1.959963984540054
 
@@ -68,3 +71,19 @@ def paired_difference(
     low = difference - reach(p_ours - low_ours, high_reference - p_reference)
     high = difference + reach(high_ours - p_ours, p_reference - low_reference)
     return difference, (low, high)
+
+
+def over_trainings(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Mean of one figure per training, with Student's interval: it holds what one training differs from the next.
+
+    Args:
+        values: one figure of each training, such as the difference of two policies of the same training seed.
+
+    Raises:
+        ValueError: where there are fewer than two.
+    """
+    if len(values) < 2:
+        raise ValueError(f"expected two or more trainings, got {len(values)}")
+    mean = statistics.fmean(values)
+    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, (mean - half, mean + half)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from intervals import paired_difference, wilson
+from intervals import over_trainings, paired_difference, wilson
 
 
 def machine() -> dict[str, Any]:
@@ -110,6 +110,38 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 "" if worst is None else f"{worst:.1f}",
             )
         )
+    return _markdown(rows)
+
+
+def table_over_seeds(results: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table, one row a condition that was trained with several seeds; empty where none was.
+
+    A difference is that of each training to the FP32 training of the same seed, over the same environment seeds.
+    """
+    rows = [("task", "demos", "steps", "encoder", "trainings", "success", "lowest", "difference to FP32", "CPU s")]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        settings = (result["task"], result["demos"], result["steps"], *result["episode_seeds"])
+        groups.setdefault((*settings, label(result)), []).append(result)
+    for (task, demos, steps, *_, name), group in groups.items():
+        if len({result["seed"] for result in group}) < 2:
+            continue
+        rates = [sum(result["solved"]) / len(result["solved"]) for result in group]
+        pairs = [
+            (rate, baseline) for rate, r in zip(rates, group, strict=True) if (baseline := baseline_of(r, results))
+        ]
+        difference = ""
+        if len(pairs) > 1:
+            apart = [rate - sum(baseline["solved"]) / len(baseline["solved"]) for rate, baseline in pairs]
+            value, (least, most) = over_trainings(apart)
+            difference = f"{percent(value, True)} [{percent(least, True)}, {percent(most, True)}]"
+        cpu_s = sum(result["training_cpu_s"] for result in group) / len(group)
+        rates_text = (f"{percent(sum(rates) / len(rates))} %", f"{percent(min(rates))} %")
+        rows.append((task, str(demos), str(steps), name, str(len(group)), *rates_text, difference, f"{cpu_s:.0f}"))
+    return _markdown(rows) if len(rows) > 1 else ""
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
@@ -121,4 +153,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 NOTE = (
     "success with Wilson's interval; difference in points over the same environment seeds, with Newcombe's interval "
     "for paired proportions (method 10)"
+)
+NOTE_OVER_SEEDS = (
+    "means over training seeds; difference in points to the FP32 training of the same seed, with Student's interval "
+    "over trainings"
 )

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from results import NOTE, read_results, table, why_no_energy
+from results import NOTE, NOTE_OVER_SEEDS, read_results, table, table_over_seeds, why_no_energy
 
 
 def main() -> int:
@@ -20,6 +20,8 @@ def main() -> int:
         return 1
     print(table(results))
     print(f"\n{NOTE}{why_no_energy(results)}")
+    if over_seeds := table_over_seeds(results):
+        print(f"\n{over_seeds}\n\n{NOTE_OVER_SEEDS}")
     return 0
 
 
