@@ -8,9 +8,9 @@ else is computed on the spot: slower, never wrong.
 
 from lightning_npu.lookahead.ahead import Ahead as Ahead
 from lightning_npu.lookahead.ahead import Inputs as Inputs
-from lightning_npu.lookahead.ahead import Statistics as Statistics
 from lightning_npu.lookahead.depth import Depth as Depth
 from lightning_npu.lookahead.loop import Lookahead as Lookahead
+from lightning_npu.lookahead.statistics import Statistics as Statistics
 from lightning_npu.lookahead.tags import Tag as Tag
 from lightning_npu.lookahead.tags import leaves as leaves
 from lightning_npu.lookahead.tags import replace_leaves as replace_leaves

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_npu.balance import Balancer
 from lightning_npu.errors import InputError, NPUError
+from lightning_npu.lookahead.advice import Advice
 from lightning_npu.lookahead.depth import Depth
+from lightning_npu.lookahead.statistics import Statistics
 from lightning_npu.lookahead.tags import Fetched, Request, Tag, Tags, edits
 from lightning_npu.worker import Pending
 
@@ -29,34 +27,6 @@ log = logging.getLogger(__name__)
 _MARGIN = 1.25  # times vary: a batch that is late costs the training more than one that was not given
 
 Inputs = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
-
-
-@dataclass
-class Statistics:
-    """Counters of a look-ahead.
-
-    Attributes:
-        hits: calls answered from a request.
-        balanced: calls answered by the FP32 head in torch (see ``balance``).
-        misses: calls computed on the spot, by cause: "learning" (the call that taught a route), "not_a_batch_leaf",
-            "edited", "asked_twice", "beyond_reach" (known, but not requested for this batch), "differs" (``inputs``
-            gave something else than what was passed), "inputs_failed", "calibration" (see :meth:`Ahead.calibrate`),
-            "requires_grad" (what comes before the module is trained, so its input is not known ahead).
-        wait_s: seconds that calls waited for requested features.
-        queue_depth: batches that were asked for and not used yet, when the last batch was delivered.
-    """
-
-    hits: int = 0
-    balanced: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    wait_s: float = 0.0
-    queue_depth: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits over calls of the device; 0 before the first."""
-        calls = self.hits + sum(self.misses.values())
-        return self.hits / calls if calls else 0.0
 
 
 class Ahead:
@@ -90,7 +60,7 @@ class Ahead:
         self._numbers = 0
         self._alone = 0
         self._unfinished: list[Request] = []
-        self._warned: set[str] = set()
+        self._advice = Advice()
         for module in self.modules.values():
             module.attach(self)
 
@@ -211,7 +181,7 @@ class Ahead:
         request, cause = self._find(module, tensors)
         if request is None:
             self.statistics.misses[cause] += 1
-            self._advise(cause)
+            self._advice.give(cause)
             return None
         self.statistics.hits += 1
         return request.pending
@@ -277,60 +247,13 @@ class Ahead:
             try:
                 made = request.pending.inputs()
             except Exception as error:
-                known = repr(error) in self._warned
-                self._warned.add(repr(error))
-                log.log(
-                    logging.DEBUG if known else logging.WARNING,
-                    "inputs(batch) failed, so nothing was asked for ahead: %r",
-                    error,
-                )
+                self._advice.inputs_failed(error)
                 self.current.requests.remove(request)
                 return None, "inputs_failed"
             if len(made) == len(tensors) and all(map(module.same_input, made, tensors)):
                 self.current.requests.remove(request)
                 return request, ""
         return None, "differs"
-
-    def _advise(self, cause: str) -> None:
-        advice = _ADVICE.get(cause)
-        if advice is None or cause in self._warned:
-            return
-        self._warned.add(cause)
-        warnings.warn(
-            f"{advice} Until then these batches are encoded on the spot: slower, never wrong.",
-            stacklevel=_users_level(),
-        )
-
-
-_ADVICE = {
-    "not_a_batch_leaf": (
-        "An NPUFrozenModule is fed a tensor that is no tensor of the batch, so its features cannot be asked for ahead "
-        "of time. Compute it in the dataset or collate function, or say how it is made from the batch: "
-        "Prefetch(inputs=...) or a method npu_inputs(batch) of the LightningModule."
-    ),
-    "edited": (
-        "A batch tensor was edited in place between loading and the call of an NPUFrozenModule, so what was asked for "
-        "ahead of time is not used. Edit it in the dataset, or out of place."
-    ),
-    "inputs_failed": (
-        "The function that says what an NPUFrozenModule is fed (Prefetch(inputs=...)) failed; see the log."
-    ),
-    "differs": (
-        "What inputs(batch) gave differs from what the training step passed to the NPUFrozenModule. Make both the same "
-        "computation, without randomness."
-    ),
-}
-
-
-def _users_level() -> int:
-    """Which caller of the function that calls this one is the user's code: neither ours nor torch's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_OURS = ("lightning_npu", "torch")
 
 
 def _by_module(modules: Mapping[str, NPUFrozenModule], inputs: Inputs | None) -> dict[str, Callable[[Any], Any]]:

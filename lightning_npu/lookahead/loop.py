@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_npu.balance import Balance, Balancer
 from lightning_npu.errors import InputError
-from lightning_npu.lookahead.ahead import Ahead, Inputs, Statistics
+from lightning_npu.lookahead.ahead import Ahead, Inputs
 from lightning_npu.lookahead.depth import Depth
+from lightning_npu.lookahead.statistics import Statistics
 from lightning_npu.lookahead.tags import leaves, replace_leaves
 from lightning_npu.lookahead.view import view_of
 

@@ -188,10 +188,12 @@ class Assembly:
         if self._by_power:
             self._thaw(step, now_s)
             return
-        slope = self._slope(step, energy, seconds)
+        # between updates the period is known better than the two moments are
+        regular = step.resolved and step.period_s is not None and 0.5 < seconds / step.period_s < 1.5
+        slope = energy / step.period_s if regular and step.period_s else energy / seconds if seconds > 0 else 0.0
         # an average over more than the interval says nothing about its end
         reading = self._fresh_w if self._board.averaging_s <= (step.period_s or 0.0) else math.nan
-        self._error.step(slope, None if math.isnan(reading) else reading)
+        self._error.step(slope, None if math.isnan(reading) else reading, regular=regular and not step.first)
         if self._level_j is None:
             target_j, own_j2 = self._first_level(series, step, energy)
         else:
@@ -224,12 +226,6 @@ class Assembly:
             self.first_w = slope
         self.tail.drop(series.last_s)
         self._compare(step.time_s, now_s)
-
-    def _slope(self, step: Step, energy_j: float, seconds: float) -> float:
-        # between updates the period is known better than the two moments are
-        if step.resolved and step.period_s is not None and 0.5 * step.period_s < seconds < 1.5 * step.period_s:
-            return energy_j / step.period_s
-        return energy_j / seconds if seconds > 0 else 0.0
 
     def _first_level(self, series: Series, step: Step, energy_j: float) -> tuple[float, float]:
         """Level of the first step after an opening, of which only the part after it belongs to the curve; variance."""

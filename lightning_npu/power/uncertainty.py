@@ -15,8 +15,8 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
   step J of power at an unknown place in it. J is what the power readings at both ends of the interval, or else the mean
   powers of its neighbours, leave open (see ``cells``): next to nothing in the middle of a plateau, half of the step
   where its place was computed. Loads faster than the updates show in neither; their swing is taken as up to 0.9 of the
-  power unless readings agree with the means, or clear and rare steps were seen (``CounterError.step_w2``), and
-  2 x (1 - x) limited to 0.2 stands for x (1 - x).
+  power unless the means vary as readings do (:class:`Quickness`), or clear and rare steps were seen
+  (``CounterError.step_w2``), and 2 x (1 - x) limited to 0.2 stands for x (1 - x).
 * **The moment of an update**, known to +-h: V = (P h)^2 / 6 (it is rarely near the ends).
 * **Edges on a counter too fast to interpolate**, taken as they are: the counter is behind by an age uniform in 0..u.
   With the powers P and Q at the two edges, V = (P^2 + Q^2) u^2 / 18 + (P - Q)^2 u^2 / 6: two thirds of the variance, as
@@ -33,17 +33,21 @@ import math
 WIDTH = 2.7  # standard deviations that hold 99 % and a little more
 HIDDEN = 0.9  # power may swing between two updates by this share of itself without a trace in their means,
 HIDDEN_SLOW = 0.05  # by this where the load was seen to change slowly,
-HIDDEN_READ = 0.03  # and by this where instantaneous readings agree with the means
+HIDDEN_READ = 0.03  # and by this where instantaneous readings say so
 CLEAR = 0.15  # changes of that share, root of mean square, are clear steps
 OUTSIDE = 0.03  # means outside of the readings around them by more than this share hide a pulse
 ROUGH = 0.015  # means of neighbours that differ by less than this share are equal
 FAST = 8.0  # how much more than the means of neighbours the power of a fast load may change
-PULSES = 0.03  # share of intervals with pulses in them from which on a load is a fast one
+PULSES = 0.03  # share of intervals with pulses in them from which on a load is a fast one,
+PULSES_SLOW = 0.6  # and where the means' spread says that it is a slow one
+FAST_SPREAD, SLOW_SPREAD = 0.35, 0.6  # the means' spread over the readings', of fast loads and of slow ones
 SWING = 1.5  # steps beyond this share of the mean power are not expected
 STEP = 10.0  # 12 by an even distribution of the step's place
 EVERYWHERE = 0.1  # share of the slow steps' variance that counts also where none is seen
 PART_TIME = 0.1  # slopes that differ from the power readings by less than this share of their changes are those
 _MEMORY = 1.0 / 24.0  # weight of the newest reading in the running mean squares
+_LONG_MEMORY = 1.0 / 64.0  # of spreads, which take some periods of a load
+_TOLD = 16  # intervals that tell a spread
 
 
 class Variogram:
@@ -107,6 +111,63 @@ def half_width(variance_j2: float) -> float:
     return WIDTH * math.sqrt(max(variance_j2, 0.0))
 
 
+class Quickness:
+    """How likely it is that power changes more than once between two updates of a counter.
+
+    Two things tell. Means over a load's slow changes vary as much as readings of its power do, means over fast ones
+    vary less. And a mean that lies outside of the readings at both ends of its interval holds a pulse. The second
+    alone takes a load of about one change per update for a fast one: a reading that averages over a change is a little
+    off the plateau that the mean is on.
+    """
+
+    def __init__(self) -> None:
+        self._pulses = 0.0  # running share of intervals with a pulse
+        self._slopes, self._readings = Spread(), Spread()
+
+    def add(self, slope_w: float, before_w: float, after_w: float, *, regular: bool) -> None:
+        """Take the mean of an interval and the readings at its ends.
+
+        Args:
+            slope_w: mean power.
+            before_w: reading at its begin.
+            after_w: reading at its end.
+            regular: whether the interval's length is well known.
+        """
+        outside = max(min(before_w, after_w) - slope_w, slope_w - max(before_w, after_w), 0.0)
+        self._pulses += 0.25 * _MEMORY * (float(outside > OUTSIDE * slope_w) - self._pulses)
+        if regular:
+            self._slopes.add(slope_w)
+            self._readings.add(after_w)
+
+    def share(self) -> float:
+        """From 0 (slow) to 1."""
+        quick, limit = 0.0, PULSES
+        if self._readings.count > _TOLD and self._readings.deviation > OUTSIDE * self._readings.mean:
+            spread = self._slopes.deviation / self._readings.deviation
+            quick = min(max((SLOW_SPREAD - spread) / (SLOW_SPREAD - FAST_SPREAD), 0.0), 1.0)
+            limit += (PULSES_SLOW - PULSES) * (1.0 - quick)
+        return max(quick, min(self._pulses / limit, 1.0))
+
+
+class Spread:
+    """Running mean and standard deviation of the last 64 values or so."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self._variance = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        """Take the next value."""
+        self.count += 1
+        weight, off = max(1.0 / self.count, _LONG_MEMORY), value - self.mean
+        self.mean += weight * off
+        self._variance += weight * ((1.0 - weight) * off**2 - self._variance)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation."""
+        return math.sqrt(max(self._variance, 0.0))
+
+
 class CounterError:
     """What the knots of a counter may be off, from its slopes and the power readings beside it."""
 
@@ -115,14 +176,20 @@ class CounterError:
         self._difference_w = 0.0  # running mean of |slope - reading|
         self._change_w = 0.0  # running mean of |change of slope|
         self._rough = 0.0  # running share of intervals that differ from both neighbours
-        self._pulses = 0.0  # running share of slopes that lie outside of the readings at their ends
+        self._quickness = Quickness()
         self._slope_w: float | None = None
         self._rise_w = 0.0
         self._reading_w: float | None = None
         self._by_readings = False
 
-    def step(self, slope_w: float, reading_w: float | None) -> None:
-        """Take the mean power between two updates, and the instantaneous reading that came with the later one."""
+    def step(self, slope_w: float, reading_w: float | None, *, regular: bool) -> None:
+        """Take the mean power between two updates, and the instantaneous reading that came with the later one.
+
+        Args:
+            slope_w: mean power.
+            reading_w: the reading; None: there is none, or it averages over more than the interval.
+            regular: whether the time between the two updates is well known.
+        """
         self._slopes.add(slope_w)
         if self._slope_w is not None:
             rise = abs(slope_w - self._slope_w)
@@ -134,9 +201,7 @@ class CounterError:
                 self._change_w += _MEMORY * (rise - self._change_w)
         self._by_readings = reading_w is not None and self._reading_w is not None
         if reading_w is not None and self._reading_w is not None:
-            low, high = min(reading_w, self._reading_w), max(reading_w, self._reading_w)
-            outside = max(low - slope_w, slope_w - high, 0.0)
-            self._pulses += 0.25 * _MEMORY * (float(outside > OUTSIDE * slope_w) - self._pulses)
+            self._quickness.add(slope_w, self._reading_w, reading_w, regular=regular)
         self._slope_w, self._reading_w = slope_w, reading_w
 
     @property
@@ -151,8 +216,7 @@ class CounterError:
     def step_w2(self, slope_w: float) -> float:
         """Square of the steps of power that may hide between two updates, whatever the neighbours show."""
         if self._by_readings:
-            share = min(self._pulses / PULSES, 1.0)
-            return ((HIDDEN_READ + (HIDDEN - HIDDEN_READ) * share) * slope_w) ** 2
+            return ((HIDDEN_READ + (HIDDEN - HIDDEN_READ) * self._quickness.share()) * slope_w) ** 2
         visible = self._slopes.step_w2
         # a load of clean steps hides little; one that looks constant, or never rests, may be a fast one
         calm = min(max((0.5 - self._rough) / 0.35, 0.0), 1.0) * min(visible / ((CLEAR * slope_w) ** 2 + 1e-12), 1.0)
