@@ -43,20 +43,20 @@ from stubs import NPU_LOAD, Load, StubBoard, StubMbltml, StubNvml
 GPUS = ("a100", "a100n", "a100s", "v100", "v100n", "hopper", "hopper-mean", "pascal", "pascaln")
 NPUS = ("npu", "npun", "npu1s")
 COUNTERLESS = ("pascal", "pascaln", *NPUS)
-PERIODS_S = (0.0571, 0.213, 0.563, 1.37, 2.07)
-# twice these are, nearly or exactly, what lies between the moments that a sensor shows: it sees one phase for seconds
-IN_STEP_S = {"a100s": 0.05, "npu": 0.05, "npun": 0.05, "npu1s": 0.511}
+PERIODS_S = (0.0502, 0.0571, 0.213, 0.563, 1.37, 2.07)
+# twice these, or twenty times, are nearly what lies between the moments that a sensor shows: it sees one phase for long
+IN_STEP_S = {"a100s": (0.0502,), "npu": (0.0502,), "npun": (0.0502,), "npu1s": (0.0502, 0.511)}
 MODELS = (*GPUS, *NPUS, *(f"{model}/2" for model in IN_STEP_S))
 LENGTHS_S = (0.1, 1.0, 10.0)
 PEERS = ("zeus", "zeus approx", "zeus power", "codecarbon", "mblt", "mblt npu", "mblt npu 0.1 s")
-# windows of each length; five boards of a sensor model make five times as many
+# windows of each length; five or six boards of a sensor model make so many times more
 ROUNDS = {"quick": (20, 8, 2), "full": (60, 60, 24)}
 SETTLE_S = 5.0
 
 
 def boards(models: tuple[str, ...], load: Load) -> list[StubBoard]:
     """One board per sensor model and load period."""
-    pairs = [(model, period_s) for model in models for period_s in (*PERIODS_S, IN_STEP_S.get(model)) if period_s]
+    pairs = [(model, period_s) for model in models for period_s in {*PERIODS_S, *IN_STEP_S.get(model, ())}]
     return [
         StubBoard(replace(load, period_s=period_s), model, seed=int(time.time()) % 10_000 + i)
         for i, (model, period_s) in enumerate(pairs)
@@ -121,7 +121,7 @@ def _rows(tool: str, length: float, window: dict[str, Any], stubs: dict[str, Any
             continue
         board = stubs[kind].boards[int(index)]
         truth = stubs[kind].truth_j(int(index), begun_by, ended)
-        in_step = IN_STEP_S.get(board.sensors) == board.load.period_s
+        in_step = board.load.period_s in IN_STEP_S.get(board.sensors, ())
         model = f"{board.sensors}/2" if in_step else board.sensors
         row = {"tool": tool, "model": model, "period_s": board.load.period_s, "length_s": length}
         call_s = max(begun_by - begun, ended_by - ended)

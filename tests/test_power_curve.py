@@ -718,6 +718,23 @@ def test_counters_on_other_loads(name: str, load: str) -> None:
         assert cell.coverage_percent >= 97.0, length
 
 
+def test_a_load_of_one_change_per_update_is_no_fast_one() -> None:
+    name = "a100"
+    cell = table(square_loads([0.213, 0.23, 0.26], [0.5]), models=[name], windows=30, seed=31)[name, 1.0]
+    assert cell.mean_percent() < 0.7
+    assert cell.coverage_percent >= 98.0
+    fast = table(square_loads([0.04, 0.0571, 0.07, 0.09]), models=[name], windows=10, seed=32)
+    for (_, length), cell in fast.items():
+        assert cell.coverage_percent >= 98.0, length
+    assert fast[name, 1.0].mean_percent() < 1.0
+
+
+def test_part_time_counter_is_known_however_well_its_period_is() -> None:
+    cells = table(square_loads([1.37, 2.07], [0.5] * 3), models=["a100s"], windows=20, seed=4)
+    for (_, length), cell in cells.items():
+        assert cell.coverage_percent >= 98.0, length
+
+
 def test_part_time_counter_is_known_by_its_readings_and_said_to_be_unsure() -> None:
     loads = square_loads([0.37, 1.3])
     exact, part_time = (table(loads, models=[name], windows=15, seed=25) for name in ("a100", "a100s"))

@@ -105,7 +105,7 @@ def _after(curve: Assembly, series: Series, point: Point, time_s: float) -> Poin
 
 
 def _variance(series: Series, begin: Point, end: Point, duration: float) -> float:
-    ages = (begin.age_j**2 + end.age_j**2) / 18.0 + (end.age_j - begin.age_j) ** 2 / 6.0
+    ages = (begin.age_j**2 + end.age_j**2) / 14.0 + (end.age_j - begin.age_j) ** 2 / 6.0
     if begin.cell == end.cell and end.fraction > begin.fraction and end.energy_j <= series.last_j:
         return series.within_cell(end.cell, end.fraction - begin.fraction) + ages
     own = max(0.0, end.variance_j2 - begin.variance_j2)

@@ -8,9 +8,10 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
   D2 = D1; hence a slow part L = D2 - D1 and a fast part N = D1 - D2 / 2, neither below 0. A step d at an unknown place
   in a period costs d^2 u^2 / 12 (10 is used: steps come in bursts), an unseen mean N u^2. Slow steps show where they
   are: of each change d that readings show, the share L / D1 counts there and then, and a tenth of their mean L counts
-  everywhere: V = sum over periods of u^2 (0.9 d^2 L / D1 / 10 + 0.1 L / 10 + N). A gauge that takes half a second or
-  more is slower than most loads, and what looks slow there may be a fast load that drifts through its phases: there V
-  is at least u^2 times the variance of the last 512 readings.
+  everywhere: V = sum over periods of u^2 (0.9 d^2 L / D1 / 10 + 0.1 L / 10 + N). A counter that adds up readings
+  takes each for the whole interval before it: a step is off by up to d u there, and d^2 / 6.7 counts. A gauge that
+  takes half a second or more is slower than most loads, and what looks slow there may be a fast load that drifts
+  through its phases: there V is at least u^2 times the variance of the last 512 readings.
 * **Edges between counter updates**: at the fraction x of an interval of length u, V = J^2 u^2 x^2 (1 - x)^2 / 4.5 for a
   step J of power at an unknown place in it. J is what the power readings at both ends of the interval, or else the mean
   powers of its neighbours, leave open (see ``cells``): next to nothing in the middle of a plateau, half of the step
@@ -19,8 +20,8 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
   (``CounterError.step_w2``), and 2 x (1 - x) limited to 0.2 stands for x (1 - x).
 * **The moment of an update**, known to +-h: V = (P h)^2 / 6 (it is rarely near the ends).
 * **Edges on a counter too fast to interpolate**, taken as they are: the counter is behind by an age uniform in 0..u.
-  With the powers P and Q at the two edges, V = (P^2 + Q^2) u^2 / 18 + (P - Q)^2 u^2 / 6: two thirds of the variance, as
-  the error is bounded by P u.
+  With the powers P and Q at the two edges, V = (P^2 + Q^2) u^2 / 14 + (P - Q)^2 u^2 / 6: less than the variance, as the
+  error is bounded by P u.
 
 What no reading shows cannot be bounded: a load whose period is a multiple or a fraction of the sensor's looks constant
 to a sensor that sees moments only. That holds for part-time counters and for gauges, not for counters that see all.
@@ -43,8 +44,12 @@ PULSES_SLOW = 0.6  # and where the means' spread says that it is a slow one
 FAST_SPREAD, SLOW_SPREAD = 0.35, 0.6  # the means' spread over the readings', of fast loads and of slow ones
 SWING = 1.5  # steps beyond this share of the mean power are not expected
 STEP = 10.0  # 12 by an even distribution of the step's place
+NOT_CENTRED = 1.5  # a part-time counter takes the power at its end for all of an interval: off by d u, not d u / 2
 EVERYWHERE = 0.1  # share of the slow steps' variance that counts also where none is seen
-PART_TIME = 0.1  # slopes that differ from the power readings by less than this share of their changes are those
+PART_TIME = 0.2  # slopes that differ from the power readings by less than this share of the readings' changes are those
+_CHANGE = 0.1  # changes of a reading by more than that share of it tell so,
+_CHANGES = 3  # where there were so many of them
+_CHANGE_MEMORY = 1.0 / 12.0
 _MEMORY = 1.0 / 24.0  # weight of the newest reading in the running mean squares
 _LONG_MEMORY = 1.0 / 64.0  # of spreads, which take some periods of a load
 _TOLD = 16  # intervals that tell a spread
@@ -173,8 +178,8 @@ class CounterError:
 
     def __init__(self) -> None:
         self._slopes = Variogram()
-        self._difference_w = 0.0  # running mean of |slope - reading|
-        self._change_w = 0.0  # running mean of |change of slope|
+        self._off = 0.0  # running mean of |slope - reading| over the reading's change, where it changed
+        self._changes = 0
         self._rough = 0.0  # running share of intervals that differ from both neighbours
         self._quickness = Quickness()
         self._slope_w: float | None = None
@@ -196,22 +201,26 @@ class CounterError:
             least = ROUGH * max(slope_w, self._slope_w)
             self._rough += _MEMORY * (float(rise > least and self._rise_w > least) - self._rough)
             self._rise_w = rise
-            if reading_w is not None:
-                self._difference_w += _MEMORY * (abs(slope_w - reading_w) - self._difference_w)
-                self._change_w += _MEMORY * (rise - self._change_w)
         self._by_readings = reading_w is not None and self._reading_w is not None
         if reading_w is not None and self._reading_w is not None:
             self._quickness.add(slope_w, self._reading_w, reading_w, regular=regular)
+            if (change := abs(reading_w - self._reading_w)) > _CHANGE * max(reading_w, self._reading_w):
+                self._changes += 1
+                weight = max(_CHANGE_MEMORY, 1.0 / self._changes)
+                self._off += weight * (min(abs(slope_w - reading_w) / change, 1.0) - self._off)
         self._slope_w, self._reading_w = slope_w, reading_w
 
     @property
     def part_time(self) -> bool:
         """Whether the counter adds up its power readings, which may see a part of the time only."""
-        return self._change_w > 0 and self._difference_w < PART_TIME * self._change_w
+        return self._changes >= _CHANGES and self._off < PART_TIME
 
     def own_j2(self, seconds: float) -> float:
         """Variance of the energy between two updates."""
-        return sum(self._slopes.unseen_w2(self._rise_w)) * seconds**2 if self.part_time else 0.0
+        if not self.part_time:
+            return 0.0
+        anywhere_w2, step_w2 = self._slopes.unseen_w2(self._rise_w)
+        return (anywhere_w2 + NOT_CENTRED * step_w2) * seconds**2
 
     def step_w2(self, slope_w: float) -> float:
         """Square of the steps of power that may hide between two updates, whatever the neighbours show."""
