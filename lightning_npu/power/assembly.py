@@ -220,6 +220,7 @@ class Assembly:
                 counted=True,
                 update=in_sequence,
                 end_w=reading,
+                quick=self._error.quick,
             )
         )
         if self.first_w is None:

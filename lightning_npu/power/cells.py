@@ -11,7 +11,6 @@ from lightning_npu.power.uncertainty import SWING
 EDGE = 4.5  # 3 by an even distribution of the step's place; more, as its error is bounded and has no tails
 _FLAT = 0.2  # intervals on one side of a step differ from each other by less than this share of the step
 _LEAST_STEP = 0.1  # a step is a change by more than this share of the power
-_FAST = 0.85  # a load that may swing by that share of its power has more than one step in a cell
 _SWINGS = 0.2  # how far a fast load leaves the straight line, in swings times the cell
 _PLACED = 0.5  # share of a step that counts as unknown once it was placed
 _UNSEEN = 4.0  # how much larger steps may be than the changes between the means of neighbours
@@ -26,6 +25,7 @@ class Cells(Protocol):
     def length_s(self, cell: int) -> float: ...  # noqa: D102
     def step_w2(self, cell: int) -> float: ...  # noqa: D102
     def end_w(self, cell: int) -> float: ...  # noqa: D102
+    def quick(self, cell: int) -> bool: ...  # noqa: D102
     def slope_w(self, cell: int) -> float: ...  # noqa: D102
 
 
@@ -95,9 +95,8 @@ def _between_readings(cells: Cells, cell: int, begin_w: float, end_w: float) -> 
     slope, length, fast_w2 = cells.slope_w(cell), cells.length_s(cell), cells.step_w2(cell)
     change = end_w - begin_w
     final = cell + 1 < len(cells)
-    fast = fast_w2 > (_FAST * slope) ** 2
     if (
-        not fast
+        not cells.quick(cell)
         and abs(change) > _LEAST_STEP * max(begin_w, end_w)
         and min(begin_w, end_w) < slope < max(begin_w, end_w)
     ):

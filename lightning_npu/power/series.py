@@ -30,6 +30,7 @@ class Span:
         counted: whether an energy counter vouches for it, or integrated power.
         update: whether it lies between two updates of a counter in sequence, so that its neighbours tell its shape.
         end_w: the power at its end, where an instantaneous reading came with it; else NaN.
+        quick: whether power is likely to change more than once within, so that no step can be placed.
         reach_s: its own error is one and the same over so much time around it.
     """
 
@@ -44,6 +45,7 @@ class Span:
     counted: bool = False
     update: bool = False
     end_w: float = math.nan
+    quick: bool = False
     reach_s: float = 0.0
 
 
@@ -75,7 +77,7 @@ class Series:
         self._gap_s, self._gap_j, self._counted = array("d", (0.0,)), array("d", (0.0,)), array("d", (0.0,))
         self._step, self._knot, self._age = array("d", (0.0,)), array("d", (0.0,)), array("d", (0.0,))
         self._update, self._end_w = array("b", (0,)), array("d", (math.nan,))
-        self._reach = array("d", (0.0,))
+        self._reach, self._quick = array("d", (0.0,)), array("b", (0,))
         self._keep: Sequence[float] = ()
 
     def __len__(self) -> int:
@@ -116,6 +118,7 @@ class Series:
         self._update.append(span.update)
         self._end_w.append(span.end_w)
         self._reach.append(span.reach_s)
+        self._quick.append(span.quick)
         if len(self._time) > MOST_KNOTS:
             self.thin(self._time[MOST_KNOTS // 2], self._keep)
 
@@ -172,6 +175,10 @@ class Series:
         """Power reading at the end of a cell; NaN: none."""
         return self._end_w[cell]
 
+    def quick(self, cell: int) -> bool:
+        """Whether power is likely to change more than once within a cell."""
+        return bool(self._quick[cell])
+
     def slope_w(self, cell: int) -> float:
         """Mean power over a cell."""
         if cell <= 0:
@@ -202,7 +209,7 @@ class Series:
         )
         # a cell that was merged no longer lies between two updates
         update = array("b", (self._update[b] and a == b - 1 for a, b in zip([-1, *kept], kept, strict=False)))
-        for name in ("_time", *self._CUMULATIVE, "_knot", "_age", "_end_w", "_reach"):
+        for name in ("_time", *self._CUMULATIVE, "_knot", "_age", "_end_w", "_reach", "_quick"):
             values = getattr(self, name)
             setattr(self, name, array(values.typecode, (values[index] for index in kept)))
         self._step, self._update = step, update

@@ -16,7 +16,7 @@ A window's ``resolution_j`` is ``WIDTH * sqrt(V)``, where V is the variance in J
   step J of power at an unknown place in it. J is what the power readings at both ends of the interval, or else the mean
   powers of its neighbours, leave open (see ``cells``): next to nothing in the middle of a plateau, half of the step
   where its place was computed. Loads faster than the updates show in neither; their swing is taken as up to 0.9 of the
-  power unless the means vary as readings do (:class:`Quickness`), or clear and rare steps were seen
+  power unless readings agree with the means (:class:`Quickness`), or clear and rare steps were seen
   (``CounterError.step_w2``), and 2 x (1 - x) limited to 0.2 stands for x (1 - x).
 * **The moment of an update**, known to +-h: V = (P h)^2 / 6 (it is rarely near the ends).
 * **Edges on a counter too fast to interpolate**, taken as they are: the counter is behind by an age uniform in 0..u.
@@ -34,13 +34,14 @@ import math
 WIDTH = 2.7  # standard deviations that hold 99 % and a little more
 HIDDEN = 0.9  # power may swing between two updates by this share of itself without a trace in their means,
 HIDDEN_SLOW = 0.05  # by this where the load was seen to change slowly,
-HIDDEN_READ = 0.03  # and by this where instantaneous readings say so
+HIDDEN_READ = 0.03  # and by this where instantaneous readings agree with the means
 CLEAR = 0.15  # changes of that share, root of mean square, are clear steps
 OUTSIDE = 0.03  # means outside of the readings around them by more than this share hide a pulse
 ROUGH = 0.015  # means of neighbours that differ by less than this share are equal
 FAST = 8.0  # how much more than the means of neighbours the power of a fast load may change
 PULSES = 0.03  # share of intervals with pulses in them from which on a load is a fast one,
 PULSES_SLOW = 0.6  # and where the means' spread says that it is a slow one
+QUICK = 0.94  # share of the evidence from which on steps are not placed
 FAST_SPREAD, SLOW_SPREAD = 0.35, 0.6  # the means' spread over the readings', of fast loads and of slow ones
 SWING = 1.5  # steps beyond this share of the mean power are not expected
 STEP = 10.0  # 12 by an even distribution of the step's place
@@ -144,14 +145,20 @@ class Quickness:
             self._slopes.add(slope_w)
             self._readings.add(after_w)
 
-    def share(self) -> float:
-        """From 0 (slow) to 1."""
+    @property
+    def doubtful(self) -> float:
+        """From 0 to 1: how far pulses say so, on their own; readings older than their interval make some too."""
+        return min(self._pulses / PULSES, 1.0)
+
+    @property
+    def quick(self) -> bool:
+        """Whether it is so likely that no step should be placed."""
         quick, limit = 0.0, PULSES
         if self._readings.count > _TOLD and self._readings.deviation > OUTSIDE * self._readings.mean:
             spread = self._slopes.deviation / self._readings.deviation
             quick = min(max((SLOW_SPREAD - spread) / (SLOW_SPREAD - FAST_SPREAD), 0.0), 1.0)
             limit += (PULSES_SLOW - PULSES) * (1.0 - quick)
-        return max(quick, min(self._pulses / limit, 1.0))
+        return max(quick, self._pulses / limit) > QUICK
 
 
 class Spread:
@@ -215,6 +222,11 @@ class CounterError:
         """Whether the counter adds up its power readings, which may see a part of the time only."""
         return self._changes >= _CHANGES and self._off < PART_TIME
 
+    @property
+    def quick(self) -> bool:
+        """Whether power changes more than once between two updates, so that no step can be placed there."""
+        return self._quickness.quick
+
     def own_j2(self, seconds: float) -> float:
         """Variance of the energy between two updates."""
         if not self.part_time:
@@ -225,7 +237,7 @@ class CounterError:
     def step_w2(self, slope_w: float) -> float:
         """Square of the steps of power that may hide between two updates, whatever the neighbours show."""
         if self._by_readings:
-            return ((HIDDEN_READ + (HIDDEN - HIDDEN_READ) * self._quickness.share()) * slope_w) ** 2
+            return ((HIDDEN_READ + (HIDDEN - HIDDEN_READ) * self._quickness.doubtful) * slope_w) ** 2
         visible = self._slopes.step_w2
         # a load of clean steps hides little; one that looks constant, or never rests, may be a fast one
         calm = min(max((0.5 - self._rough) / 0.35, 0.0), 1.0) * min(visible / ((CLEAR * slope_w) ** 2 + 1e-12), 1.0)
