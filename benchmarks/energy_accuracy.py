@@ -1,6 +1,6 @@
 """How true this package's joules are, beside zeus, codecarbon and mblt-tracker, over drivers with a known power trace.
 
-    make bench-energy                                 # in an environment of its own, about 12 minutes
+    make bench-energy                                 # in an environment of its own, about 20 minutes
     make bench-energy ENERGY_ARGS=--quick             # about 2 minutes
     python benchmarks/energy_accuracy.py --only accuracy --json result.json
 
