@@ -224,8 +224,8 @@ class CounterError:
 
     @property
     def quick(self) -> bool:
-        """Whether power changes more than once between two updates, so that no step can be placed there."""
-        return self._quickness.quick
+        """Whether no step can be placed between two updates: power changes more than once, or the mean is none."""
+        return self._quickness.quick or self.part_time
 
     def own_j2(self, seconds: float) -> float:
         """Variance of the energy between two updates."""
